@@ -1,0 +1,35 @@
+"""Errors of the world, each with what to do about it. Our own bugs are `assert`s instead."""
+
+from __future__ import annotations
+
+
+class PdrtError(Exception):
+    """Base of every error that a user may see; its text says what to do."""
+
+
+class ConfigError(PdrtError):
+    """A flag, environment variable or configuration file asks for something impossible."""
+
+
+class ModelError(PdrtError):
+    """The model cannot be loaded or does not fit this runtime; names the reason."""
+
+
+class EngineError(PdrtError):
+    """A transfer engine refused or failed before it accepted anything."""
+
+
+class PeerRefused(PdrtError):
+    """A peer cannot be paired with; the text names both sides' values."""
+
+
+class PoolExhausted(PdrtError):
+    """Not enough free pages. The caller queues, preempts or refuses; nothing was taken."""
+
+
+class RequestRefused(PdrtError):
+    """A client's request cannot be served; `param` names the offending field, if one does."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
