@@ -1,0 +1,64 @@
+"""The memory of one rank's KV pool: one contiguous tensor, on CPU inside a memfd.
+
+A memfd has no name and no `/dev/shm` entry: when the last process that maps it dies, it is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from pdrt.errors import ConfigError
+from pdrt.kv.layout import KvLayout
+
+
+class KvPool:
+    """`[page, kv_head, layer, k/v, token, head_dim]` of one rank.
+
+    Attributes:
+        tensor: the pool; shape (pages, kv_heads, layers, 2, page_size, head_dim).
+        address: of the first byte, in this process.
+        fd: the memfd that other local processes map (CPU only, else None).
+    """
+
+    def __init__(self, layout: KvLayout, pages: int, device: torch.device) -> None:
+        """Allocate `pages` pages of `layout` (of this rank's heads) on `device`.
+
+        Raises:
+            ConfigError: the memory cannot be had; says how much was asked for.
+        """
+        self.layout = layout
+        self.pages = pages
+        self.size_bytes = pages * layout.page_bytes
+        self.fd: int | None = None
+        shape = (
+            pages, layout.kv_heads, layout.layers, 2, layout.page_size, layout.head_dim,
+        )  # fmt: skip
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        try:
+            if device.type == "cpu":
+                self.tensor = self._map_memfd(dtype).view(shape)
+            else:
+                self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"no memory for a KV pool of {pages} pages ({self.size_bytes / 2**20:.0f} MiB): "
+                f"{error}; give a smaller --kv-cache-memory-bytes"
+            ) from error
+        self.address: int = self.tensor.data_ptr()
+
+    def _map_memfd(self, dtype: torch.dtype) -> torch.Tensor:
+        self.fd = os.memfd_create("pdrt-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.size_bytes)
+        mapping = mmap.mmap(self.fd, self.size_bytes, mmap.MAP_SHARED)
+        # A forked child must not keep a writable view of pages it does not own.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        return torch.frombuffer(mapping, dtype=dtype)
+
+    def close(self) -> None:
+        """Give the memfd back; the mapping goes with the tensor."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
