@@ -1,0 +1,52 @@
+"""Frames: one msgpack-encoded message behind a version byte. Typed, bounded, never pickle."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from pdrt.protocol.messages import PROTOCOL_VERSION
+
+Message = TypeVar("Message")
+
+
+class BadFrame(Exception):
+    """A frame that is not a message. `reason` is a metric label: `size`, `version`, `content`."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+_VERSION = bytes([PROTOCOL_VERSION])
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One frame."""
+    return _VERSION + _encoder.encode(message)
+
+
+class Decoder(Generic[Message]):
+    """Decodes the frames of one direction of one channel."""
+
+    def __init__(self, union: Any, frame_bytes_max: int) -> None:
+        """`union` is one of the message unions, e.g. `DecodeToPrefill`."""
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
+        self._frame_bytes_max = frame_bytes_max
+
+    def decode(self, frame: bytes) -> Message:
+        """The message in `frame`.
+
+        Raises:
+            BadFrame: too large, of another protocol version, or not a message of this union.
+        """
+        if len(frame) > self._frame_bytes_max:
+            raise BadFrame("size", f"{len(frame)} bytes, {self._frame_bytes_max} allowed")
+        if frame[:1] != _VERSION:
+            raise BadFrame("version", f"{frame[:1].hex() or 'empty'}, {_VERSION.hex()} expected")
+        try:
+            return self._decoder.decode(memoryview(frame)[1:])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise BadFrame("content", str(error)) from error

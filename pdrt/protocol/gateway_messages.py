@@ -1,0 +1,175 @@
+"""What gateways and workers say to each other: one union per direction.
+
+Each worker's leader connects one DEALER, whose routing id is its incarnation, to every gateway
+it is given. Tokens are indexed over the whole request: a duplicate is dropped, a gap ends the
+attempt.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from pdrt.ids import Incarnation, RequestId
+from pdrt.protocol.messages import Fingerprint, Load
+from pdrt.sampling import Sampling
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(Enum):
+    """How an attempt at a request ended on the decode worker."""
+
+    STOP = "stop"
+    """End-of-sequence or a stop token id."""
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    """The gateway said so."""
+    REJECTED = "rejected"
+    """Cannot be served (the client's fault): HTTP 400."""
+    OVERLOADED = "overloaded"
+    """Queue or pools are full: HTTP 429."""
+    DEADLINE = "deadline"
+    FAILED = "failed"
+    """Rooms used up or a worker's error: HTTP 500."""
+    UNAVAILABLE = "unavailable"
+    """No prefill worker can be reached, or this worker is leaving: another attempt may help."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Exact counts, of the whole request."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+
+
+# Worker -> gateway
+
+
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """Registration and heartbeat; also sent at once when something that it says changes."""
+
+    role: Role
+    worker: Incarnation
+    seq: int
+    """Counts up within an incarnation; an older one is dropped."""
+    endpoint: str | None
+    """Bootstrap channel of a prefill worker, `tcp://HOST:PORT`; None for decode."""
+    fingerprint: Fingerprint
+    max_model_len: int
+    requests_max: int
+    """Requests this worker takes before it answers OVERLOADED."""
+    version: str
+    metrics: str | None = None
+    """URL of the worker's own /metrics."""
+    healthy: bool = True
+    reasons: tuple[str, ...] = ()
+    """Why it is not healthy, in words."""
+    draining: bool = False
+    """Takes no new requests, finishes those it has."""
+    paired: tuple[str, ...] = ()
+    """Decode: endpoints of the prefill workers it can send a Grant to right now."""
+    refused: tuple[str, ...] = ()
+    """Decode: prefill workers it could not be paired with, each with both sides' values."""
+    load: Load = Load()
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """Output tokens of one request, from `first_index` on (0: the first output token)."""
+
+    request: RequestId
+    worker: Incarnation
+    first_index: int
+    token_ids: tuple[int, ...]
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The end of an attempt; `Cancel` is resent until it arrives."""
+
+    request: RequestId
+    worker: Incarnation
+    reason: FinishReason
+    usage: Usage | None = None
+    detail: str = ""
+    """Words for a person, when `reason` is an error."""
+    timings: dict[str, float] = {}
+    """Seconds by phase: queued, prefill, transfer, decode."""
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Answers an `Inspect`."""
+
+    worker: Incarnation
+    serial: int
+    metrics: bytes = b""
+    """Prometheus text."""
+    status: bytes = b""
+    """JSON object, as /status shows it."""
+    broken: tuple[str, ...] = ()
+    """Invariants found broken; empty when all hold."""
+
+
+# Gateway -> worker
+
+
+class Registered(msgspec.Struct, frozen=True, tag=True):
+    """Answers each `Register`; the gateway's heartbeat."""
+
+    gateway: Incarnation
+    worker: Incarnation
+    seq: int
+    """Of the `Register` that it answers."""
+    prefill_endpoints: tuple[str, ...] = ()
+    """To a decode worker: the live prefill workers of the same fingerprint."""
+    refusal: str | None = None
+    """Why this worker is not accepted (table full, protocol version), in words."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """One attempt at a request, to a decode worker."""
+
+    request: RequestId
+    worker: Incarnation
+    token_ids: tuple[int, ...]
+    """Prompt."""
+    output_token_ids: tuple[int, ...]
+    """Output already streamed by earlier attempts."""
+    sampling: Sampling
+    seconds_max: float
+    """Counted from receipt."""
+    prefill_endpoints: tuple[str, ...]
+    """In order of preference."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Resent until `Finished`."""
+
+    request: RequestId
+    worker: Incarnation
+    reason: str
+
+
+class Credit(msgspec.Struct, frozen=True, tag=True):
+    """How many output tokens the client has taken so far, counted over the whole request."""
+
+    request: RequestId
+    worker: Incarnation
+    tokens_taken: int
+
+
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Asks for metrics and state; with `check`, also runs the check of all invariants."""
+
+    worker: Incarnation
+    serial: int
+    gateway: Incarnation
+    check: bool = False
+
+
+WorkerToGateway = Register | Tokens | Finished | Report
+GatewayToWorker = Registered | Submit | Cancel | Credit | Inspect
