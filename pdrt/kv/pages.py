@@ -1,0 +1,164 @@
+"""Who owns each page of one pool. Pure.
+
+Every page has exactly one owner at every instant: free, a sequence, a lease, a room, or the
+prefix cache, whose pages are held by those who read them. `free + owned == total` always.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from pdrt.errors import PoolExhausted
+
+
+class OwnerKind(Enum):
+    FREE = "free"
+    SEQUENCE = "sequence"
+    CACHE = "cache"
+    LEASE = "lease"
+    ROOM = "room"
+
+
+class Owner(NamedTuple):
+    """One owner: its kind and what tells it from others of the kind (a room or request id)."""
+
+    kind: OwnerKind
+    key: Hashable
+
+
+CACHE = Owner(OwnerKind.CACHE, None)
+
+
+class PageTable:
+    """Owners of pages 0 … total - 1, and the free list: a stack, so that what was freed last,
+    and is still warm, is taken first. Immediate reuse is safe here because nothing late can
+    write (docs/protocol.md, I2 and I3).
+
+    A foreign or double free is our own bug and raises AssertionError, changing nothing.
+    """
+
+    def __init__(self, total: int) -> None:
+        assert total > 0, total
+        self.total = total
+        self._free = list(range(total - 1, -1, -1))
+        # None exactly for the pages in `_free`.
+        self._owners: list[Owner | None] = [None] * total
+        self._counts: Counter[OwnerKind] = Counter({OwnerKind.FREE: total})
+        # Readers of each cached page; an entry, perhaps empty, exactly for pages owned by CACHE.
+        self._holders: dict[int, set[Owner]] = {}
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def count(self, kind: OwnerKind) -> int:
+        """Pages owned by owners of `kind`."""
+        return self._counts[kind]
+
+    def owner(self, page: int) -> Owner | None:
+        """None for a free page."""
+        return self._owners[page]
+
+    def take(self, count: int, owner: Owner) -> list[int]:
+        """Give `count` free pages to `owner`. O(count).
+
+        Raises:
+            PoolExhausted: fewer are free; none was taken.
+        """
+        assert owner.kind not in (OwnerKind.FREE, OwnerKind.CACHE), owner
+        if count > len(self._free):
+            raise PoolExhausted(f"{count} pages wanted, {len(self._free)} of {self.total} free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._owners[page] = owner
+        self._count(OwnerKind.FREE, owner.kind, count)
+        return pages
+
+    def pass_on(self, pages: Sequence[int], giver: Owner, taker: Owner) -> None:
+        """`giver`'s pages become `taker`'s, in one step."""
+        self._require(pages, giver)
+        for page in pages:
+            self._owners[page] = taker
+        self._count(giver.kind, taker.kind, len(pages))
+
+    def free(self, pages: Sequence[int], owner: Owner) -> None:
+        """`owner` gives `pages` back. O(len(pages))."""
+        assert owner.kind is not OwnerKind.CACHE, "cached pages leave through evict()"
+        self._require(pages, owner)
+        for page in reversed(pages):
+            self._owners[page] = None
+            self._free.append(page)
+        self._count(owner.kind, OwnerKind.FREE, len(pages))
+
+    def cache(self, pages: Sequence[int], owner: Owner) -> None:
+        """`owner`'s pages become cached ones, which it goes on holding."""
+        self.pass_on(pages, owner, CACHE)
+        for page in pages:
+            self._holders[page] = {owner}
+
+    def hold(self, pages: Iterable[int], holder: Owner) -> None:
+        """`holder` reads these cached pages: they cannot be evicted until it drops them."""
+        pages = list(pages)
+        assert all(holder not in self._holders[page] for page in pages), (pages, holder)
+        for page in pages:
+            self._holders[page].add(holder)
+
+    def drop(self, pages: Iterable[int], holder: Owner) -> None:
+        """`holder` no longer reads these cached pages."""
+        pages = list(pages)
+        assert all(holder in self._holders[page] for page in pages), (pages, holder)
+        for page in pages:
+            self._holders[page].remove(holder)
+
+    def pass_hold(self, pages: Iterable[int], giver: Owner, taker: Owner) -> None:
+        """`taker` reads these cached pages in `giver`'s place."""
+        self.drop(pages, giver)
+        self.hold(pages, taker)
+
+    def is_held(self, page: int) -> bool:
+        return bool(self._holders[page])
+
+    def evict(self, page: int) -> None:
+        """A cached page that nobody holds becomes free."""
+        assert self._owners[page] is CACHE, (page, self._owners[page])
+        assert not self._holders[page], (page, self._holders[page])
+        del self._holders[page]
+        self._owners[page] = None
+        self._free.append(page)
+        self._count(OwnerKind.CACHE, OwnerKind.FREE, 1)
+
+    def counts(self) -> dict[OwnerKind, int]:
+        """Pages by kind of owner, every kind named."""
+        return {kind: self._counts[kind] for kind in OwnerKind}
+
+    def pages_of(self, kind: OwnerKind) -> dict[Owner, set[int]]:
+        """Every owner of `kind` with its pages. O(total)."""
+        found: dict[Owner, set[int]] = {}
+        for page, owner in enumerate(self._owners):
+            if owner is not None and owner.kind is kind:
+                found.setdefault(owner, set()).add(page)
+        return found
+
+    def check(self) -> None:
+        """Raise AssertionError where the table contradicts itself (I1). O(total)."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is on the free list twice"
+        assert free == {p for p, owner in enumerate(self._owners) if owner is None}
+        kinds = Counter(
+            OwnerKind.FREE if owner is None else owner.kind for owner in self._owners
+        )
+        assert +kinds == +self._counts, (kinds, self._counts)
+        cached = {p for p, owner in enumerate(self._owners) if owner is CACHE}
+        assert cached == set(self._holders), "holders of a page that is not cached"
+
+    def _require(self, pages: Sequence[int], owner: Owner) -> None:
+        assert len(set(pages)) == len(pages), f"{owner} names a page twice: {pages}"
+        for page in pages:
+            assert self._owners[page] == owner, (page, self._owners[page], owner)
+
+    def _count(self, giver: OwnerKind, taker: OwnerKind, pages: int) -> None:
+        self._counts[giver] -= pages
+        self._counts[taker] += pages
