@@ -10,7 +10,7 @@ pages from the moment it is planned. A room that ever had an unsettled write end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 import msgspec
@@ -98,15 +98,16 @@ class RoomWriter:
     def __init__(
         self,
         room: RoomId,
-        decode_ranks: Sequence[int],
+        page_bytes: Mapping[int, int],
         target_pages: Sequence[int],
         first_page: int,
     ) -> None:
-        """`decode_ranks`: those this rank sends to, perhaps none. `target_pages`: destinations
-        of the prompt's pages from index `first_page` on, perhaps none."""
+        """`page_bytes`: what this rank sends of each page, by decode rank, perhaps to none.
+        `target_pages`: destinations of the prompt's pages from index `first_page` on, perhaps
+        none."""
         self.room = room
         self.state = WriterState.OPEN
-        self._decode_ranks = tuple(decode_ranks)
+        self._page_bytes = dict(page_bytes)
         self._target_pages = tuple(target_pages)
         # Index, in the prompt, of the next page to write.
         self._next_page = first_page
@@ -139,14 +140,8 @@ class RoomWriter:
         self._forwards -= 1
         return self._drain_if_quiet()
 
-    def pages_finished(
-        self, source_pages: Sequence[int], finished: int, page_bytes: int
-    ) -> list[WriterEffect]:
-        """The prompt's pages up to index `finished` are complete.
-
-        `source_pages`: all pages of the prompt so far, by index. `page_bytes`: what one page
-        costs towards one decode rank, for the count of bytes.
-        """
+    def pages_finished(self, source_pages: Sequence[int], finished: int) -> list[WriterEffect]:
+        """The prompt's pages up to index `finished` are complete; `source_pages` by index."""
         self._enter(WriterEvent.PAGES_FINISHED)
         first, self._next_page = self._next_page, max(self._next_page, finished)
         if self.state is not WriterState.OPEN or first >= finished or not self._target_pages:
@@ -154,7 +149,7 @@ class RoomWriter:
         sources = tuple(source_pages[first:finished])
         targets = self._target_pages[first - self._first_page : finished - self._first_page]
         assert len(sources) == len(targets) == finished - first, (self.room, first, finished)
-        return [self._write(rank, sources, targets, page_bytes) for rank in self._decode_ranks]
+        return [self._write(rank, sources, targets) for rank in self._page_bytes]
 
     def finished(self) -> list[WriterEffect]:
         """The whole prompt has been computed and its pages handed over to `pages_finished`."""
@@ -191,11 +186,9 @@ class RoomWriter:
         assert not (self.state is WriterState.GONE and (self._outstanding or self._forwards))
         assert not (self._unsettled and self.state is WriterState.OPEN)
 
-    def _write(
-        self, rank: int, sources: tuple[int, ...], targets: tuple[int, ...], page_bytes: int
-    ) -> Write:
+    def _write(self, rank: int, sources: tuple[int, ...], targets: tuple[int, ...]) -> Write:
         self._next_write += 1
-        self._outstanding[self._next_write] = len(sources) * page_bytes
+        self._outstanding[self._next_write] = len(sources) * self._page_bytes[rank]
         return Write(self._next_write, rank, sources, targets)
 
     def _enter(self, event: WriterEvent) -> None:
