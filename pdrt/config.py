@@ -1,7 +1,8 @@
 """Every setting of every role, defined once: frozen structs that become flags, TOML keys and
-environment variables. A field's `Meta` description is its help text; units are in the name.
+environment variables. A field's `Meta` description is its help text and its type the range;
+units are in the name. A name is used once per role, because flags are flat.
 
-Validated once at start and passed in; library code reads no environment.
+Validated once at start (`pdrt.cli.validate`) and passed in; library code reads no environment.
 """
 
 from __future__ import annotations
@@ -11,54 +12,61 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
-def _doc(text: str) -> Meta:
-    return Meta(description=text)
+
+def _doc(text: str, alias: str | None = None) -> Meta:
+    """Help text; `alias` is a second name accepted wherever the field's own name is."""
+    return Meta(description=text, extra=None if alias is None else {"alias": alias})
 
 
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds and periods of the hand-over (docs/protocol.md, Defaults). No flag for safety:
     these change when something is resent, alarmed or refused, never whether a page is safe."""
 
-    hello_interval_seconds: Annotated[float, _doc("heartbeat period")] = 1.0
-    silence_seconds: Annotated[float, _doc("a peer silent this long is lost")] = 5.0
+    hello_interval_seconds: Annotated[Seconds, _doc("heartbeat period")] = 1.0
+    silence_seconds: Annotated[Seconds, _doc("a peer silent this long is lost")] = 5.0
     tick_late_seconds: Annotated[
-        float, _doc("a timer this late restarts the silence clock: we were asleep, not the peer")
+        Seconds, _doc("a timer this late restarts the silence clock: we were asleep, not the peer")
     ] = 1.0
-    revoke_resend_seconds: Annotated[float, _doc("first resend of a Revoke, doubling")] = 0.2
-    revoke_resend_seconds_max: Annotated[float, _doc("longest pause between resends")] = 2.0
-    write_seconds_max: Annotated[float, _doc("a write without progress is unsettled")] = 30.0
-    fence_after_seconds: Annotated[float, _doc("age of a revoked lease that sets off a fence")] = (
-        45.0
-    )
+    revoke_resend_seconds: Annotated[Seconds, _doc("first resend of a Revoke, doubling")] = 0.2
+    revoke_resend_seconds_max: Annotated[Seconds, _doc("longest pause between resends")] = 2.0
+    write_seconds_max: Annotated[Seconds, _doc("a write without progress is unsettled")] = 30.0
+    fence_after_seconds: Annotated[
+        Seconds, _doc("age of a revoked lease that sets off a fence")
+    ] = 45.0
     kill_lost_after_seconds: Annotated[
-        float, _doc("local engine: a lost but living writer is killed after this long")
+        Seconds, _doc("local engine: a lost but living writer is killed after this long")
     ] = 15.0
     retire_seconds_max: Annotated[
-        float, _doc("a rank that does not confirm a teardown in time ends its worker")
+        Seconds, _doc("a rank that does not confirm a teardown in time ends its worker")
     ] = 10.0
-    quarantine_after_seconds: Annotated[float, _doc("revoked lease counts as quarantined")] = 5.0
+    quarantine_after_seconds: Annotated[Seconds, _doc("revoked lease counts as quarantined")] = 5.0
     quarantine_pages_max: Annotated[
-        int | None, _doc("quarantined pages at which admission stops; a quarter of the pool")
+        Count | None, _doc("quarantined pages at which admission stops; a quarter of the pool")
     ] = None
-    request_timeout_seconds: Annotated[float, _doc("longest life of a request")] = 600.0
-    rooms_per_request_max: Annotated[int, _doc("rooms one request may use, retries included")] = 3
-    rooms_max: Annotated[int, _doc("rooms alive per worker")] = 4096
-    inbox_max: Annotated[int, _doc("events waiting in one room's inbox")] = 64
-    frame_bytes_max: Annotated[int, _doc("largest frame accepted")] = 16 * 1024 * 1024
+    request_timeout_seconds: Annotated[Seconds, _doc("longest life of a request")] = 600.0
+    rooms_per_request_max: Annotated[Count, _doc("rooms one request may use, retries included")] = 3
+    rooms_max: Annotated[Count, _doc("rooms alive per worker")] = 4096
+    inbox_max: Annotated[Count, _doc("events waiting in one room's inbox")] = 64
+    frame_bytes_max: Annotated[Count, _doc("largest frame accepted")] = 16 * 1024 * 1024
     decode_incarnations_max: Annotated[
-        int, _doc("decode incarnations a prefill worker remembers before it drains and exits")
+        Count, _doc("decode incarnations a prefill worker remembers before it drains and exits")
     ] = 4096
-    prefill_endpoints_max: Annotated[int, _doc("prefill endpoints a decode worker knows")] = 1024
+    prefill_endpoints_max: Annotated[Count, _doc("prefill endpoints a decode worker knows")] = 1024
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model and the pool that its KV lives in. Prefill and decode must agree on all but the
     pool's size; workers that differ are never paired."""
 
-    model: Annotated[
-        str, _doc("Hugging Face directory, GGUF file, or 'smollm2-135m-instruct'")
-    ] = "smollm2-135m-instruct"
+    model: Annotated[str, _doc("Hugging Face directory, GGUF file, or 'smollm2-135m-instruct'")] = (
+        "smollm2-135m-instruct"
+    )
     served_model_name: Annotated[
         str | None, _doc("name clients use; the directory's name if not given")
     ] = None
@@ -66,14 +74,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"], _doc("dtype of weights and KV")
     ] = "auto"
     max_model_len: Annotated[
-        int | None, _doc("prompt + output tokens at most; the model's own limit if not given")
+        Count | None, _doc("prompt + output tokens at most; the model's own limit if not given")
     ] = None
-    page_size: Annotated[int, _doc("tokens per KV page")] = 16
+    page_size: Annotated[Count, _doc("tokens per KV page", alias="block_size")] = 16
     kv_cache_memory_bytes: Annotated[
-        int | None, _doc("size of the KV pool; 1 GiB on CPU if not given")
+        Count | None, _doc("size of the KV pool; 1 GiB on CPU if not given")
     ] = None
     gpu_memory_utilization: Annotated[
-        float, _doc("share of GPU memory for weights and pool (CUDA only)")
+        Share, _doc("share of GPU memory for weights and pool (CUDA only)")
     ] = 0.9
     load_format: Annotated[
         Literal["auto", "dummy"], _doc("dummy: random weights of the model's shape")
@@ -84,10 +92,10 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker computes."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], _doc("device kind")] = "auto"
-    gpus: Annotated[str | None, _doc("CUDA devices of this worker, as in 0-3 or 0,2")] = None
-    tensor_parallel_size: Annotated[int, _doc("ranks of this worker")] = 1
+    gpus: Annotated[str | None, _doc("CUDA devices, as in 0-3 or 0,2; up deals them out")] = None
+    tensor_parallel_size: Annotated[Count, _doc("ranks of this worker")] = 1
     threads: Annotated[
-        int | None, _doc("compute threads; the cores of --cpus, or all usable ones")
+        Count | None, _doc("compute threads; the cores of --cpus, or all usable ones")
     ] = None
     cpus: Annotated[
         str | None, _doc("cores that compute threads are pinned to, as in 0 or 2-5")
@@ -97,11 +105,11 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How much runs at once."""
 
-    max_num_seqs: Annotated[int, _doc("sequences per step at most")] = 64
-    max_num_batched_tokens: Annotated[int, _doc("tokens per step at most (chunk size)")] = 512
-    queue_max: Annotated[int, _doc("requests waiting for pages before 429")] = 1024
+    max_num_seqs: Annotated[Count, _doc("sequences per step at most")] = 64
+    max_num_batched_tokens: Annotated[Count, _doc("tokens per step at most (chunk size)")] = 512
+    queue_max: Annotated[Count, _doc("requests waiting for pages before 429")] = 1024
     stream_tokens_max: Annotated[
-        int, _doc("tokens a client may leave unread before its sequence pauses")
+        Count, _doc("tokens a client may leave unread before its sequence pauses")
     ] = 256
 
 
@@ -112,10 +120,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...], _doc("gateway worker address HOST:PORT; repeat for several")
     ] = ("127.0.0.1:8001",)
     host: Annotated[str, _doc("address to bind to")] = "127.0.0.1"
-    port: Annotated[int, _doc("bootstrap channel port (prefill); 0 picks one")] = 0
-    metrics_port: Annotated[int, _doc("HTTP port of /metrics, /health, /ready; 0 picks one")] = 0
-    shutdown_timeout: Annotated[float, _doc("seconds to finish running requests")] = 30.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("log level")] = "info"
+    port: Annotated[Port, _doc("bootstrap channel port (prefill); 0 picks one")] = 0
+    metrics_port: Annotated[Port, _doc("HTTP port of /metrics, /health, /ready; 0 picks one")] = 0
+    shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
+    log_level: Annotated[LogLevel, _doc("log level")] = "info"
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -126,20 +134,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`pdrt gateway`."""
 
     host: Annotated[str, _doc("HTTP address to bind to")] = "127.0.0.1"
-    port: Annotated[int, _doc("HTTP port; 0 picks one")] = 8000
+    port: Annotated[Port, _doc("HTTP port; 0 picks one")] = 8000
     worker_host: Annotated[str, _doc("address that workers dial")] = "127.0.0.1"
-    worker_port: Annotated[int, _doc("port that workers dial (--gateway HOST:PORT)")] = 8001
+    worker_port: Annotated[Port, _doc("port that workers dial (--gateway HOST:PORT)")] = 8001
     api_key: Annotated[str | None, _doc("clients must send it as a bearer token")] = None
-    model: Annotated[
-        str, _doc("model whose tokenizer is used; must be the workers' model")
-    ] = "smollm2-135m-instruct"
+    model: Annotated[str, _doc("model whose tokenizer is used; must be the workers' model")] = (
+        "smollm2-135m-instruct"
+    )
     served_model_name: Annotated[str | None, _doc("name clients use")] = None
-    body_bytes_max: Annotated[int, _doc("largest HTTP body")] = 16 * 1024 * 1024
-    requests_max: Annotated[int, _doc("requests in flight before 429")] = 4096
-    workers_max: Annotated[int, _doc("workers that may register")] = 4096
-    attempts_max: Annotated[int, _doc("decode workers one request may be sent to")] = 3
-    shutdown_timeout: Annotated[float, _doc("seconds to finish running requests")] = 30.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("log level")] = "info"
+    body_bytes_max: Annotated[Count, _doc("largest HTTP body")] = 16 * 1024 * 1024
+    requests_max: Annotated[Count, _doc("requests in flight before 429")] = 4096
+    workers_max: Annotated[Count, _doc("workers that may register")] = 4096
+    attempts_max: Annotated[Count, _doc("decode workers one request may be sent to")] = 3
+    shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
+    log_level: Annotated[LogLevel, _doc("log level")] = "info"
     protocol: ProtocolConfig = ProtocolConfig()
 
 
@@ -147,13 +155,14 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`pdrt up`: one gateway, prefill and decode workers on this machine, supervised."""
 
     host: Annotated[str, _doc("HTTP address to bind to")] = "127.0.0.1"
-    port: Annotated[int, _doc("HTTP port")] = 8000
+    port: Annotated[Port, _doc("HTTP port; 0 picks one")] = 8000
+    worker_port: Annotated[Port, _doc("port that more workers can dial; 0 picks one")] = 0
     api_key: Annotated[str | None, _doc("clients must send it as a bearer token")] = None
-    prefill_workers: Annotated[int, _doc("prefill workers")] = 1
-    decode_workers: Annotated[int, _doc("decode workers")] = 1
-    ready_timeout: Annotated[float, _doc("seconds to wait for the first full pair")] = 300.0
-    shutdown_timeout: Annotated[float, _doc("seconds to finish running requests")] = 30.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("log level")] = "info"
+    prefill_workers: Annotated[Count, _doc("prefill workers")] = 1
+    decode_workers: Annotated[Count, _doc("decode workers")] = 1
+    ready_timeout: Annotated[Seconds, _doc("seconds to wait for the first full pair")] = 300.0
+    shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
+    log_level: Annotated[LogLevel, _doc("log level")] = "info"
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

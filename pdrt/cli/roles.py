@@ -1,0 +1,89 @@
+"""`pdrt prefill`, `decode` and `gateway`: one role in this process, until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdrt.cli.child import announce_to, die_with_parent
+from pdrt.cli.flags import Request, parse_request, print_config
+from pdrt.cli.ports import check_port
+from pdrt.cli.validate import parse_indices, validate
+from pdrt.config import DeviceConfig, GatewayConfig, WorkerConfig
+from pdrt.observe.logs import setup_logging
+
+Announce = Callable[[dict[str, Any]], None]
+
+
+def run_prefill(arguments: Sequence[str]) -> int:
+    return _run_worker("prefill", arguments)
+
+
+def run_decode(arguments: Sequence[str]) -> int:
+    return _run_worker("decode", arguments)
+
+
+def _run_worker(role: str, arguments: Sequence[str]) -> int:
+    request = parse_request(role, WorkerConfig, arguments)
+    config = request.config
+    validate(config, has_cuda=has_cuda())
+    if request.print_config:
+        print_config(config)
+        return 0
+    announce = _prepare(role, request)
+    _limit_threads(config.device)
+    check_port("--port", config.host, config.port)
+    check_port("--metrics-port", config.host, config.metrics_port)
+    if role == "prefill":
+        from pdrt.prefill.worker import run
+    else:
+        from pdrt.decode.worker import run
+    return run(config, announce)
+
+
+def run_gateway(arguments: Sequence[str]) -> int:
+    request = parse_request("gateway", GatewayConfig, arguments)
+    config = request.config
+    validate(config, has_cuda=has_cuda())
+    if request.print_config:
+        print_config(config)
+        return 0
+    announce = _prepare("gateway", request)
+    check_port("--port", config.host, config.port)
+    check_port("--worker-port", config.worker_host, config.worker_port)
+    from pdrt.gateway.server import run
+
+    return run(config, announce)
+
+
+def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig]) -> Announce:
+    if request.parent_pid is not None:
+        die_with_parent(request.parent_pid)
+    setup_logging(role, request.config.log_level)
+    if request.announce_fd is not None:
+        return announce_to(request.announce_fd)
+    return _print_announcement
+
+
+def _print_announcement(facts: dict[str, Any]) -> None:
+    role = facts.get("role", "role")
+    rest = "  ".join(f"{key} {value}" for key, value in facts.items() if key != "role")
+    print(f"pdrt {role} is up: {rest}", flush=True)
+
+
+def _limit_threads(device: DeviceConfig) -> None:
+    """OpenMP reads its thread count once, when torch is first imported: set it before."""
+    threads = device.threads
+    if threads is None and device.cpus is not None:
+        threads = len(parse_indices("--cpus", device.cpus))
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def has_cuda() -> bool:
+    """True if an NVIDIA GPU seems to be here, without importing torch (/dev/dxg is WSL's)."""
+    is_wsl_gpu = Path("/dev/dxg").exists() and shutil.which("nvidia-smi") is not None
+    return Path("/dev/nvidia0").exists() or is_wsl_gpu

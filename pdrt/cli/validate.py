@@ -1,0 +1,108 @@
+"""The one place that refuses a config: ranges from the types, then what fields say together."""
+
+from __future__ import annotations
+
+import re
+
+from pdrt.cli.load import Given, convert
+from pdrt.cli.options import options_of, value_of
+from pdrt.config import (
+    DeviceConfig,
+    GatewayConfig,
+    ModelConfig,
+    ProtocolConfig,
+    SchedulerConfig,
+    UpConfig,
+    WorkerConfig,
+)
+from pdrt.errors import ConfigError
+
+
+def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool) -> None:
+    """Raises `ConfigError`, naming the flag. `has_cuda`: an NVIDIA GPU is on this machine."""
+    for option in options_of(type(config)).values():
+        convert(option, Given(value_of(config, option), option.flag, False))
+    _check_protocol(config.protocol)
+    match config:
+        case GatewayConfig():
+            return
+        case WorkerConfig():
+            for address in config.gateway:
+                parse_address("--gateway", address)
+            if (
+                config.device.gpus is not None
+                and len(parse_indices("--gpus", config.device.gpus)) > 1
+            ):
+                raise ConfigError(
+                    f"--gpus {config.device.gpus}: one device per worker until tensor "
+                    "parallelism lands; start one worker per device"
+                )
+        case UpConfig():
+            pass
+    _check_device(config.device, has_cuda)
+    _check_lengths(config.model, config.scheduler)
+
+
+def _check_protocol(protocol: ProtocolConfig) -> None:
+    if protocol.silence_seconds <= protocol.hello_interval_seconds:
+        raise ConfigError(
+            f"--silence-seconds {protocol.silence_seconds} must be longer than "
+            f"--hello-interval-seconds {protocol.hello_interval_seconds}"
+        )
+    if protocol.revoke_resend_seconds_max < protocol.revoke_resend_seconds:
+        raise ConfigError(
+            f"--revoke-resend-seconds-max {protocol.revoke_resend_seconds_max} must not be "
+            f"shorter than --revoke-resend-seconds {protocol.revoke_resend_seconds}"
+        )
+
+
+def _check_device(device: DeviceConfig, has_cuda: bool) -> None:
+    if device.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {device.tensor_parallel_size}: only 1 until tensor "
+            "parallelism lands; start more workers instead"
+        )
+    if device.gpus is not None:
+        parse_indices("--gpus", device.gpus)
+        if device.device == "cpu":
+            raise ConfigError("--gpus and --device cpu exclude each other; leave one out")
+    if device.cpus is not None:
+        parse_indices("--cpus", device.cpus)
+    if not has_cuda and (device.device == "cuda" or device.gpus is not None):
+        flag = "--device cuda" if device.device == "cuda" else f"--gpus {device.gpus}"
+        raise ConfigError(f"{flag}: no NVIDIA GPU on this machine; use --device cpu")
+
+
+def _check_lengths(model: ModelConfig, scheduler: SchedulerConfig) -> None:
+    if not model.model.strip():
+        raise ConfigError("--model is empty")
+    if model.max_model_len is not None and model.max_model_len < 2:
+        raise ConfigError(
+            "--max-model-len must hold a prompt token and an output token: 2 at least"
+        )
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} must not be below "
+            f"--max-num-seqs {scheduler.max_num_seqs}: a decode step needs a token for each"
+        )
+
+
+def parse_address(flag: str, text: str) -> tuple[str, int]:
+    """`HOST:PORT`, the host in brackets if it is IPv6."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s]+):(\d{1,5})", text)
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ConfigError(f"{flag} {text!r} is not HOST:PORT")
+    return match[1].strip("[]"), int(match[2])
+
+
+def parse_indices(flag: str, text: str) -> tuple[int, ...]:
+    """`0-3`, `0,2` or a mix; each index once, in the order given."""
+    indices: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise ConfigError(f"{flag} {text!r} is not a list like 0-3 or 0,2")
+        indices += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(indices)) != len(indices):
+        raise ConfigError(f"{flag} {text!r} names an index twice")
+    return tuple(indices)
