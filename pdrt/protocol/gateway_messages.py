@@ -86,6 +86,9 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     worker: Incarnation
     first_index: int
     token_ids: tuple[int, ...]
+    cached_tokens: int | None = None
+    """Of the prompt, found in a prefix cache; said with the first token at least. A stream that
+    ends at a stop string has its usage from here, as no `Finished` is waited for."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

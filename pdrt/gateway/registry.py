@@ -1,0 +1,242 @@
+"""The workers a gateway knows, by what they last said about themselves. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from enum import Enum
+
+import msgspec
+
+from pdrt.config import ProtocolConfig
+from pdrt.ids import Incarnation, short
+from pdrt.protocol.clock import SilenceClock
+from pdrt.protocol.gateway_messages import Register, Registered, Role
+from pdrt.protocol.messages import PROTOCOL_VERSION, Fingerprint
+
+LOST_KEPT_SECONDS = 300.0
+"""How long /status shows a lost worker; sooner forgotten when the table is full."""
+REASONS_MAX = 16
+"""Reasons that /ready lists: enough for a person, however many workers there are."""
+
+
+class WorkerState(Enum):
+    LIVE = "live"
+    DRAINING = "draining"
+    """Finishes what it has, takes nothing new."""
+    LOST = "lost"
+    """Silent past the bound. It returns if it registers again."""
+
+
+class WorkerEvent(Enum):
+    REGISTERED = "registered"
+    REGISTERED_DRAINING = "registered draining"
+    SILENT = "silent"
+
+
+TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
+    (WorkerState.LIVE, WorkerEvent.REGISTERED): WorkerState.LIVE,
+    (WorkerState.LIVE, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
+    (WorkerState.LIVE, WorkerEvent.SILENT): WorkerState.LOST,
+    (WorkerState.DRAINING, WorkerEvent.REGISTERED): WorkerState.LIVE,
+    (WorkerState.DRAINING, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
+    (WorkerState.DRAINING, WorkerEvent.SILENT): WorkerState.LOST,
+    (WorkerState.LOST, WorkerEvent.REGISTERED): WorkerState.LIVE,
+    (WorkerState.LOST, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
+}
+
+
+class Worker(msgspec.Struct):
+    """One worker incarnation."""
+
+    register: Register
+    """The newest by `seq`."""
+    state: WorkerState
+    lost_at: float | None = None
+    """Set exactly while LOST."""
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.register.worker
+
+    @property
+    def name(self) -> str:
+        """As reasons and /status show it."""
+        return f"{self.register.role.value} {short(self.register.worker)}"
+
+
+class Registry:
+    """Every worker that registered; who is lost, who may serve, and why nobody can."""
+
+    def __init__(
+        self,
+        gateway: Incarnation,
+        digest: str,
+        protocol: ProtocolConfig,
+        workers_max: int,
+        now: float,
+    ) -> None:
+        """`digest` is of the gateway's own model: a worker with another one is not used."""
+        self._gateway = gateway
+        self._digest = digest
+        self._workers_max = workers_max
+        self._endpoints_max = protocol.prefill_endpoints_max
+        self._clock: SilenceClock[Incarnation] = SilenceClock(
+            protocol.silence_seconds, protocol.tick_late_seconds, now
+        )
+        self.workers: dict[Incarnation, Worker] = {}
+        """At most `workers_max`. Those not LOST are exactly those the clock watches."""
+        self.stale: Counter[str] = Counter()
+        """Messages that changed nothing, by reason."""
+        self._prefills: dict[Fingerprint, dict[str, Worker]] | None = None
+        """Usable prefill workers by fingerprint and endpoint; None when it must be built again."""
+
+    # Events
+
+    def on_register(self, message: Register, now: float) -> Registered | None:
+        """The reply, or None for an old message."""
+        known = self.workers.get(message.worker)
+        if known is not None and message.seq <= known.register.seq:
+            self.stale["register seq"] += 1
+            return None
+        if refusal := self._refusal(message):
+            return Registered(self._gateway, message.worker, message.seq, refusal=refusal)
+        if known is None:
+            known = self.workers[message.worker] = Worker(message, WorkerState.LIVE)
+        event = WorkerEvent.REGISTERED_DRAINING if message.draining else WorkerEvent.REGISTERED
+        self._move(known, event, now)
+        known.register = message
+        self._clock.heard(message.worker, now)
+        if message.role is Role.PREFILL:
+            self._prefills = None
+        endpoints: tuple[str, ...] = ()
+        if message.role is Role.DECODE:
+            endpoints = tuple(self.prefills_for(known))[: self._endpoints_max]
+        return Registered(self._gateway, message.worker, message.seq, endpoints)
+
+    def heard(self, worker: Incarnation, now: float) -> None:
+        """Any message is a sign of life, but only a `Register` brings a lost worker back."""
+        known = self.workers.get(worker)
+        if known is not None and known.state is not WorkerState.LOST:
+            self._clock.heard(worker, now)
+
+    def on_tick(self, now: float) -> list[Incarnation]:
+        """Workers lost just now. Everything that has arrived must have been read before."""
+        silent = self._clock.tick(now)
+        for incarnation in silent:
+            self._move(self.workers[incarnation], WorkerEvent.SILENT, now)
+            self._prefills = None
+        for worker in list(self.workers.values()):
+            if worker.lost_at is not None and now - worker.lost_at > LOST_KEPT_SECONDS:
+                del self.workers[worker.incarnation]
+        return silent
+
+    def _move(self, worker: Worker, event: WorkerEvent, now: float) -> None:
+        worker.state = TRANSITIONS[worker.state, event]
+        worker.lost_at = now if worker.state is WorkerState.LOST else None
+
+    def _refusal(self, message: Register) -> str | None:
+        theirs = message.fingerprint.protocol_version
+        if theirs != PROTOCOL_VERSION:
+            return f"protocol version {theirs}; this gateway speaks {PROTOCOL_VERSION}"
+        if message.role is Role.PREFILL and not message.endpoint:
+            return "a prefill worker must name its endpoint"
+        if message.worker in self.workers or len(self.workers) < self._workers_max:
+            return None
+        lost = [w for w in self.workers.values() if w.lost_at is not None]
+        if not lost:
+            return f"this gateway knows {self._workers_max} workers already (--workers-max)"
+        del self.workers[min(lost, key=lambda w: w.lost_at or 0.0).incarnation]
+        return None
+
+    # Questions
+
+    def is_usable(self, worker: Worker) -> bool:
+        """True for one that may be given new requests, as far as it goes by itself."""
+        return (
+            worker.state is WorkerState.LIVE
+            and worker.register.healthy
+            and worker.register.fingerprint.digest == self._digest
+        )
+
+    def prefills_for(self, decode: Worker) -> dict[str, Worker]:
+        """Prefill workers by endpoint that are live, healthy, not draining, and of the same
+        fingerprint as `decode`. Where an endpoint was taken over, the newest worker stands."""
+        if self._prefills is None:
+            self._prefills = {}
+            for worker in self._of_role(Role.PREFILL):
+                if worker.state is WorkerState.LIVE and worker.register.healthy:
+                    endpoint = worker.register.endpoint
+                    assert endpoint is not None
+                    same = self._prefills.setdefault(worker.register.fingerprint, {})
+                    same[endpoint] = worker
+        return self._prefills.get(decode.register.fingerprint, {})
+
+    def decodes(self) -> Iterator[tuple[Worker, list[str]]]:
+        """Decode workers that can serve now, each with the endpoints it is paired with."""
+        for worker in self._of_role(Role.DECODE):
+            if self.is_usable(worker):
+                usable = self.prefills_for(worker)
+                if paired := [e for e in worker.register.paired if e in usable]:
+                    yield worker, paired
+
+    def max_model_len(self) -> int | None:
+        """The least of the usable decode workers' limits; None when there are none."""
+        lengths = [
+            w.register.max_model_len for w in self._of_role(Role.DECODE) if self.is_usable(w)
+        ]
+        return min(lengths, default=None)
+
+    def readiness(self) -> tuple[bool, list[str]]:
+        """Whether a full pair can serve, and if not, why not, in words."""
+        if next(self.decodes(), None) is not None:
+            return True, []
+        reasons: list[str] = []
+        present = {role: [w for w in self._of_role(role)] for role in Role}
+        for role, workers in present.items():
+            if not workers:
+                reasons.append(f"no {role.value} worker")
+            for worker in workers:
+                reasons += self._complaints(worker)
+        for decode in present[Role.DECODE]:
+            for prefill in present[Role.PREFILL]:
+                reasons += self._pair_complaints(prefill, decode)
+        return False, list(dict.fromkeys(reasons))[:REASONS_MAX]
+
+    def _complaints(self, worker: Worker) -> list[str]:
+        if worker.state is WorkerState.DRAINING:
+            return [f"{worker.name}: draining"]
+        theirs = worker.register.fingerprint.digest
+        if theirs != self._digest:
+            return [f"{worker.name}: model digest {theirs}, the gateway's is {self._digest}"]
+        if not worker.register.healthy:
+            return [f"{worker.name}: {r}" for r in worker.register.reasons or ("not healthy",)]
+        return []
+
+    def _pair_complaints(self, prefill: Worker, decode: Worker) -> list[str]:
+        differences = prefill.register.fingerprint.differences(decode.register.fingerprint)
+        if differences:
+            what = ", ".join(differences)
+            return [f"{prefill.name} and {decode.name} cannot be paired: {what}"]
+        if decode.register.refused:
+            return [f"{decode.name}: {refused}" for refused in decode.register.refused]
+        if prefill.register.endpoint not in decode.register.paired:
+            return [f"{prefill.name} and {decode.name}: handshake not finished"]
+        return []
+
+    def _of_role(self, role: Role) -> list[Worker]:
+        """Those of `role` that are not lost."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.register.role is role and worker.state is not WorkerState.LOST
+        ]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the registry contradicts itself."""
+        assert len(self.workers) <= self._workers_max
+        alive = {i for i, w in self.workers.items() if w.state is not WorkerState.LOST}
+        assert alive == set(self._clock.watched())
+        for incarnation, worker in self.workers.items():
+            assert worker.incarnation == incarnation
+            assert (worker.lost_at is not None) == (worker.state is WorkerState.LOST)

@@ -1,0 +1,273 @@
+"""The life of every request at the gateway: attempts, tokens, credit, cancels, deadlines. Pure.
+
+A request is one client's; an attempt is one decode worker's try at it. When an attempt fails in
+mid-stream the next one continues with the tokens that exist: the draw of a token depends on seed
+and position only, so the client cannot tell. Every method returns effects, in order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from pdrt.config import ProtocolConfig
+from pdrt.gateway.attempts import Attempt, AttemptEvent, Attempts, AttemptState
+from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
+from pdrt.gateway.router import Demand, Route
+from pdrt.ids import Incarnation, RequestId
+from pdrt.protocol.gateway_messages import Cancel, Finished, FinishReason, Submit, Tokens
+
+CREDIT_STRIDE_TOKENS = 16
+"""A credit is sent when so many tokens were taken since the last one, or at the next tick."""
+CREDIT_RESEND_SECONDS = 1.0
+"""Pause between credits to an attempt that says nothing. A credit may have been lost; and a worker
+that lost the request (its `Submit` never came, or its `Finished` was dropped) answers one with
+`Finished`, so that no client waits for its deadline."""
+RETRIED = frozenset({FinishReason.FAILED, FinishReason.UNAVAILABLE, FinishReason.CANCELLED})
+"""Another worker may do better. CANCELLED: the worker took this gateway for lost."""
+
+
+class _Request(msgspec.Struct):
+    submission: Submission
+    output: list[int] = []
+    """Tokens delivered; never more than `max_tokens`."""
+    taken: int = 0
+    """Of those, taken by the client."""
+    attempt: Attempt | None = None
+    """The only one whose tokens count; None only while the next is being chosen."""
+    attempts: int = 0
+    tried: set[Incarnation] = set()
+    refused: set[Incarnation] = set()
+    cached_tokens: int = 0
+
+
+class Requests:
+    """Requests in flight and the attempts at them."""
+
+    def __init__(
+        self,
+        gateway: Incarnation,
+        protocol: ProtocolConfig,
+        requests_max: int,
+        attempts_max: int,
+        choose: Callable[[Demand, Collection[Incarnation], Collection[Incarnation]], Route | None],
+    ) -> None:
+        """`choose(demand, tried, refused)` is the router."""
+        self._gateway = gateway
+        self._requests_max = requests_max
+        self._attempts_max = attempts_max
+        self._choose = choose
+        self._serial = 0
+        self._requests: dict[int, _Request] = {}
+        """By serial; at most `requests_max`."""
+        self._attempts = Attempts(protocol)
+        """The RUNNING ones are exactly the `attempt`s of `_requests`."""
+        self.stale: Counter[str] = Counter()
+        """Messages that changed nothing, by reason."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def attempts(self) -> int:
+        """Attempts not gone, cancelled ones included."""
+        return len(self._attempts)
+
+    # Events of the client
+
+    def open(self, submission: Submission, now: float) -> tuple[int, list[Effect]]:
+        """Accept a request; it may have ended already when this returns."""
+        self._serial += 1
+        serial = self._serial
+        # Cancelled attempts count: their workers have not said that they stopped.
+        if (
+            len(self._requests) >= self._requests_max
+            or len(self._attempts) >= 2 * self._requests_max
+        ):
+            detail = f"{self._requests_max} requests are in flight already"
+            return serial, [Ended(serial, FinishReason.OVERLOADED, detail)]
+        self._requests[serial] = _Request(submission)
+        no_worker = "no pair of workers can serve now"
+        return serial, self._next_attempt(serial, FinishReason.UNAVAILABLE, no_worker, now)
+
+    def take(self, serial: int, tokens_taken: int, now: float) -> list[Effect]:
+        """The client has read `tokens_taken` tokens, counted over the whole request."""
+        request = self._requests.get(serial)
+        if request is None or request.attempt is None:
+            return []
+        assert request.taken <= tokens_taken <= len(request.output)
+        request.taken = tokens_taken
+        if tokens_taken - request.attempt.credited < CREDIT_STRIDE_TOKENS:
+            return []
+        return [self._attempts.credit(request.attempt, tokens_taken, now)]
+
+    def abandon(self, serial: int, reason: str, now: float) -> list[Effect]:
+        """The client needs nothing more. Idempotent; no `Ended` follows."""
+        request = self._requests.pop(serial, None)
+        if request is None or request.attempt is None:
+            return []
+        return [self._attempts.cancel(request.attempt, AttemptEvent.CANCEL, reason, now)]
+
+    # Events of workers
+
+    def on_tokens(self, message: Tokens, now: float) -> list[Effect]:
+        attempt = self._attempts.get(message.request, message.worker)
+        if attempt is None:
+            return self._answer_unknown(message)
+        self._attempts.move(attempt, AttemptEvent.TOKENS)
+        if attempt.state is AttemptState.CANCELLING:
+            self.stale["tokens of a cancelled attempt"] += 1
+            return []
+        serial = message.request.serial
+        request = self._requests[serial]
+        received = len(request.output)
+        attempt.heard = now
+        if message.cached_tokens is not None:
+            request.cached_tokens = message.cached_tokens
+        if message.first_index > received:
+            detail = f"tokens {received} to {message.first_index - 1} are missing"
+            cancel = self._attempts.cancel(attempt, AttemptEvent.GAP, "gap", now)
+            return [cancel, *self._next_attempt(serial, FinishReason.FAILED, detail, now)]
+        last = request.submission.sampling.max_tokens
+        fresh = message.token_ids[received - message.first_index :][: last - received]
+        if len(fresh) < len(message.token_ids):
+            self.stale["tokens repeated"] += 1
+        if not fresh:
+            return []
+        request.output.extend(fresh)
+        return [Deliver(serial, fresh, self._cached(request))]
+
+    def on_finished(self, message: Finished, now: float) -> list[Effect]:
+        attempt = self._attempts.get(message.request, message.worker)
+        if attempt is None:
+            self.stale["finished of an unknown attempt"] += 1
+            return []
+        was_running = attempt.state is AttemptState.RUNNING
+        self._attempts.move(attempt, AttemptEvent.FINISHED)
+        if not was_running:
+            return []
+        serial = message.request.serial
+        request = self._requests[serial]
+        usage = message.usage
+        if usage is not None:
+            request.cached_tokens = usage.cached_tokens
+        if message.reason in RETRIED:
+            request.refused.add(message.worker)
+            reason = message.reason
+            if reason is FinishReason.CANCELLED:
+                reason = FinishReason.UNAVAILABLE
+            return self._next_attempt(serial, reason, message.detail, now)
+        is_success = message.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if is_success and usage is not None and usage.output_tokens > len(request.output):
+            missing = usage.output_tokens - len(request.output)
+            detail = f"the last {missing} tokens are missing"
+            return self._next_attempt(serial, FinishReason.FAILED, detail, now)
+        return self._end(serial, message.reason, message.detail)
+
+    def on_undelivered(self, request_id: RequestId, now: float) -> list[Effect]:
+        """The `Submit` of this attempt was refused by the socket."""
+        request = self._requests[request_id.serial]
+        attempt = request.attempt
+        assert attempt is not None and attempt.id == request_id
+        request.refused.add(attempt.worker)
+        self._attempts.move(attempt, AttemptEvent.UNDELIVERED)
+        detail = "the decode worker cannot be reached"
+        return self._next_attempt(request_id.serial, FinishReason.UNAVAILABLE, detail, now)
+
+    def on_worker_lost(self, worker: Incarnation, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for attempt in self._attempts.at(worker):
+            was_running = attempt.state is AttemptState.RUNNING
+            self._attempts.move(attempt, AttemptEvent.WORKER_LOST)
+            if was_running:
+                effects += self._next_attempt(
+                    attempt.id.serial, FinishReason.UNAVAILABLE, "the decode worker was lost", now
+                )
+        return effects
+
+    # Events of time
+
+    def on_tick(self, now: float) -> list[Effect]:
+        """Deadlines, cancels to resend, credits that are due."""
+        effects: list[Effect] = []
+        for serial, request in list(self._requests.items()):
+            attempt = request.attempt
+            assert attempt is not None
+            if now >= request.submission.deadline:
+                effects.append(self._attempts.cancel(attempt, AttemptEvent.CANCEL, "deadline", now))
+                effects += self._end(serial, FinishReason.DEADLINE, "the request took too long")
+            elif request.taken > attempt.credited or now - attempt.heard >= CREDIT_RESEND_SECONDS:
+                effects.append(self._attempts.credit(attempt, request.taken, now))
+        return effects + list(self._attempts.on_tick(now))
+
+    def shut_down(self, now: float) -> list[Effect]:
+        """End everything that is still running, upstream too."""
+        effects: list[Effect] = []
+        for serial, request in list(self._requests.items()):
+            assert request.attempt is not None
+            effects.append(
+                self._attempts.cancel(request.attempt, AttemptEvent.CANCEL, "shutdown", now)
+            )
+            effects += self._end(serial, FinishReason.UNAVAILABLE, "the gateway is shutting down")
+        return effects
+
+    # How they are carried out
+
+    def _next_attempt(
+        self, serial: int, reason: FinishReason, detail: str, now: float
+    ) -> list[Effect]:
+        """Submit to the next worker, or end the request with `reason` and `detail`."""
+        request = self._requests[serial]
+        submission, output = request.submission, request.output
+        request.attempt = None
+        if request.attempts > 0 and (complete := submission.is_complete(output)):
+            return self._end(serial, complete)
+        if now >= submission.deadline:
+            return self._end(serial, FinishReason.DEADLINE, "the request took too long")
+        route = None
+        if request.attempts < self._attempts_max:
+            route = self._choose(self._attempts.demand(), request.tried, request.refused)
+        if route is None:
+            return self._end(serial, reason, detail)
+        id = RequestId(self._gateway, serial, request.attempts)
+        request.attempt = self._attempts.open(id, route, submission.deadline, now)
+        recomputed = len(submission.token_ids) + len(output) if request.attempts else 0
+        request.attempts += 1
+        request.tried.add(route.decode)
+        submit = Submit(
+            id,
+            route.decode,
+            submission.token_ids,
+            tuple(output),
+            submission.sampling,
+            submission.deadline - now,
+            route.prefill_endpoints,
+        )
+        return [Assigned(serial, route.decode, recomputed), Send(submit)]
+
+    def _end(self, serial: int, reason: FinishReason, detail: str = "") -> list[Effect]:
+        request = self._requests.pop(serial)
+        return [Ended(serial, reason, detail, self._cached(request))]
+
+    def _cached(self, request: _Request) -> int:
+        # A later attempt's prompt holds output too, which is no part of the client's prompt.
+        return min(request.cached_tokens, len(request.submission.token_ids))
+
+    def _answer_unknown(self, message: Tokens) -> list[Effect]:
+        """An attempt that was given up with its worker, which has come back: stop it."""
+        self.stale["tokens of an unknown attempt"] += 1
+        if message.request.gateway != self._gateway:
+            return []
+        return [Send(Cancel(message.request, message.worker, "unknown"))]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the tables contradict each other."""
+        assert len(self._requests) <= self._requests_max
+        self._attempts.check_invariants()
+        current = {r.attempt.id for r in self._requests.values() if r.attempt is not None}
+        assert self._attempts.running() == current
+        for serial, request in self._requests.items():
+            assert request.attempt is not None and request.attempt.id.serial == serial
+            assert request.taken <= len(request.output) <= request.submission.sampling.max_tokens

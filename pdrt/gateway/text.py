@@ -1,0 +1,56 @@
+"""From output tokens to the text a client may see. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdrt.gateway.effects import Submission
+from pdrt.gateway.stop import StopMatcher
+
+
+class Detokenizer(Protocol):
+    """Turns ids into text piece by piece; holds back an incomplete character."""
+
+    def push(self, ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class TextAssembler:
+    """Text of one output, up to its first stop string."""
+
+    def __init__(
+        self, submission: Submission, detokenizer: Detokenizer, stops: Sequence[str]
+    ) -> None:
+        self._submission = submission
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+        self.tokens = 0
+        """Tokens that count: up to the one that completed a stop string."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found; nothing after it counts."""
+        return self._matcher.stopped
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add; tokens after a stop string are ignored."""
+        return "".join([self._push(token) for token in token_ids if not self.stopped])
+
+    def _push(self, token: int) -> str:
+        position = self.tokens
+        self.tokens += 1
+        if self._submission.is_end(token, position):
+            return ""  # it ends the output and is no part of it
+        text = self._detokenizer.push([token])
+        # As with end-of-sequence, no stop counts before `min_tokens`.
+        if self.tokens < self._submission.sampling.min_tokens:
+            return text
+        return self._matcher.push(text)
+
+    def finish(self) -> str:
+        """The rest, when the output has ended otherwise than by a stop string."""
+        assert not self.stopped
+        text = self._matcher.push(self._detokenizer.finish())
+        return text if self.stopped else text + self._matcher.finish()
