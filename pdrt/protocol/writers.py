@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-import msgspec
-
 from pdrt.ids import Incarnation
 from pdrt.protocol.messages import Segment, Welcome
 

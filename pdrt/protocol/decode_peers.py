@@ -1,0 +1,289 @@
+"""What a prefill worker knows of decode incarnations: order of messages, generations and the
+engine instances that reach them. Pure; `RoomTable` drives it.
+
+An entry is kept as long as the prefill worker lives: its `seq` is what keeps a late `Grant` from
+ever taking effect. The table is bounded; when it is full the worker drains and exits, and its
+successor starts empty.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from pdrt.config import ProtocolConfig
+from pdrt.ids import Incarnation, RoomId
+from pdrt.protocol.clock import SilenceClock
+from pdrt.protocol.effects import (
+    CloseEngine,
+    EndWorker,
+    OpenEngine,
+    PrefillEffect,
+    ReleaseSource,
+    SendToDecode,
+)
+from pdrt.protocol.messages import Hello, Load, Welcome
+
+if TYPE_CHECKING:
+    from pdrt.protocol.rooms import PrefillWorkerInfo
+
+
+class EngineState(Enum):
+    OPENING = "opening"
+    OPEN = "open"
+    REFUSED = "refused"
+    CLOSING = "closing"
+
+
+class EngineInstance:
+    """One generation's engine instance on every rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self.state = EngineState.OPENING
+        self.waiting = set(range(ranks))
+        """Ranks that have not confirmed the step under way."""
+        self.deadline = float("inf")
+        """Of CLOSING: an instance that cannot be destroyed ends the worker."""
+        self.refusal = ""
+        self.is_tainted = False
+        """It answered UNSETTLED: no new writes, and what it read stays until it is destroyed."""
+        self.retained: list[RoomId] = []
+        """Rooms that ended UNSETTLED on it: their source pages stay."""
+
+
+class DecodePeer:
+    """One decode incarnation."""
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self.incarnation = incarnation
+        self.last_seq = 0
+        """The highest accepted; never lowered, never forgotten."""
+        self.is_lost = False
+        self.hello: Hello | None = None
+        """The newest accepted."""
+        self.is_answered = True
+        """`hello` has had its `Welcome`."""
+        self.floor = 0
+        self.engines: dict[int, EngineInstance] = {}
+        self.unsettled_generation = 0
+        """The newest generation in which a room ended UNSETTLED; only ever rises."""
+        self.rooms: dict[RoomId, int] = {}
+        """Alive ones, with their generation."""
+
+    def may_write(self, generation: int) -> bool:
+        """A new room may be opened on `generation`."""
+        engine = self.engines.get(generation)
+        return (
+            not self.is_lost
+            and engine is not None
+            and engine.state is EngineState.OPEN
+            and not engine.is_tainted
+            and generation >= self.floor
+        )
+
+    def taint(self, generation: int) -> None:
+        """A room on `generation` has ended UNSETTLED."""
+        self.unsettled_generation = max(self.unsettled_generation, generation)
+        if engine := self.engines.get(generation):
+            engine.is_tainted = True
+
+
+class DecodePeers:
+    """All decode incarnations that this prefill worker has accepted a `Hello` from."""
+
+    def __init__(
+        self,
+        worker: PrefillWorkerInfo,
+        config: ProtocolConfig,
+        stale: Counter[str],
+        now: float,
+    ) -> None:
+        self.known: dict[Incarnation, DecodePeer] = {}
+        self.load = Load()
+        self.refusal: str | None = None
+        """Told to everybody: this worker takes nothing new."""
+        self._worker = worker
+        self._config = config
+        self._stale = stale
+        self._silence: SilenceClock[Incarnation] = SilenceClock(
+            config.silence_seconds, config.tick_late_seconds, now
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """The worker is to drain and exit; its successor starts empty."""
+        return len(self.known) >= self._config.decode_incarnations_max
+
+    def heard(self, peer: DecodePeer, seq: int, now: float) -> None:
+        """Accept a message of `peer`."""
+        peer.last_seq = seq
+        # Silence counts from here again; only a Hello brings a lost one back.
+        if not peer.is_lost:
+            self._silence.heard(peer.incarnation, now)
+
+    def hello(self, hello: Hello, now: float) -> list[PrefillEffect]:
+        """Accept, refuse or drop a `Hello`. A refused one leaves no trace."""
+        peer = self.known.get(hello.decode)
+        if peer is None:
+            refusal = self._refuses(hello)
+            if refusal is not None:
+                return [self._welcome(hello, 0, (), refusal)]
+            peer = self.known[hello.decode] = DecodePeer(hello.decode)
+        elif hello.seq <= peer.last_seq:
+            self._stale["old_seq"] += 1
+            return []
+        peer.is_lost = False
+        self.heard(peer, hello.seq, now)
+        peer.hello, peer.is_answered = hello, False
+        peer.floor = max(peer.floor, hello.floor)
+        return self._advance(peer, now)
+
+    def _refuses(self, hello: Hello) -> str | None:
+        differences = self._worker.fingerprint.differences(hello.fingerprint)
+        if differences:
+            return "prefill and decode differ: " + "; ".join(differences)
+        if self.is_full:
+            return (
+                f"{len(self.known)} decode incarnations are known (decode_incarnations_max): "
+                "this worker drains and exits"
+            )
+        return self.refusal
+
+    def engine_opened(
+        self, decode: Incarnation, generation: int, rank: int, now: float
+    ) -> list[PrefillEffect]:
+        """One rank reaches the segments of this generation."""
+        peer = self.known[decode]
+        engine = peer.engines.get(generation)
+        if engine is None or engine.state is not EngineState.OPENING:
+            return []
+        engine.waiting.discard(rank)
+        if not engine.waiting:
+            engine.state = EngineState.OPEN
+        return self._advance(peer, now)
+
+    def engine_refused(
+        self, decode: Incarnation, generation: int, why: str, now: float
+    ) -> list[PrefillEffect]:
+        """One rank cannot reach them."""
+        peer = self.known[decode]
+        engine = peer.engines.get(generation)
+        if engine is None or engine.state is not EngineState.OPENING:
+            return []
+        engine.state, engine.refusal = EngineState.REFUSED, why
+        return self._advance(peer, now)
+
+    def engine_closed(
+        self, decode: Incarnation, generation: int, rank: int, now: float
+    ) -> list[PrefillEffect]:
+        """One rank has destroyed its instance."""
+        peer = self.known[decode]
+        engine = peer.engines.get(generation)
+        if engine is None or engine.state is not EngineState.CLOSING:
+            return []
+        engine.waiting.discard(rank)
+        if engine.waiting:
+            return []
+        del peer.engines[generation]
+        return [*map(ReleaseSource, engine.retained), *self._advance(peer, now)]
+
+    def room_ended(self, room: RoomId, is_unsettled: bool, now: float) -> list[PrefillEffect]:
+        """Every rank has ended this room."""
+        peer = self.known[room.decode]
+        generation = peer.rooms.pop(room)
+        engine = peer.engines.get(generation)
+        if is_unsettled and engine is not None:
+            engine.retained.append(room)
+            return self._advance(peer, now)
+        return [ReleaseSource(room), *self._advance(peer, now)]
+
+    def _advance(self, peer: DecodePeer, now: float) -> list[PrefillEffect]:
+        """Bring engine instances to what the newest `Hello` asks for, and answer it when they
+        are. Idempotent."""
+        effects: list[PrefillEffect] = []
+        hello = peer.hello
+        assert hello is not None, peer.incarnation
+        busy = set(peer.rooms.values())
+        for number, engine in peer.engines.items():
+            is_refused = engine.state is EngineState.REFUSED
+            is_done = is_refused or engine.is_tainted or peer.is_lost or number < peer.floor
+            if is_done and number not in busy and engine.state is not EngineState.CLOSING:
+                if is_refused:
+                    effects += self._answer(peer, hello, 0, engine.refusal)
+                engine.state = EngineState.CLOSING
+                engine.waiting = set(range(len(self._worker.ranks)))
+                engine.deadline = now + self._config.retire_seconds_max
+                effects.append(CloseEngine(peer.incarnation, number))
+        if not peer.is_lost:
+            effects += self._open_or_answer(peer, hello)
+        return effects
+
+    def _open_or_answer(self, peer: DecodePeer, hello: Hello) -> list[PrefillEffect]:
+        generation = hello.generation
+        if generation <= peer.unsettled_generation:
+            return self._answer(peer, hello, 0, None)
+        engine = peer.engines.get(generation)
+        if engine is None and not peer.is_answered:
+            peer.engines[generation] = EngineInstance(len(self._worker.ranks))
+            return [OpenEngine(peer.incarnation, generation, hello.segments)]
+        if engine is not None and engine.state is EngineState.OPEN:
+            return self._answer(peer, hello, generation, None)
+        return []
+
+    def _answer(
+        self,
+        peer: DecodePeer,
+        hello: Hello,
+        generation: int,
+        refusal: str | None,
+    ) -> list[PrefillEffect]:
+        if peer.is_answered:
+            return []
+        peer.is_answered = True
+        rooms = tuple(room.serial for room in peer.rooms)
+        return [self._welcome(hello, generation, rooms, refusal or self.refusal)]
+
+    def _welcome(
+        self, hello: Hello, generation: int, rooms: tuple[int, ...], refusal: str | None
+    ) -> SendToDecode:
+        welcome = Welcome(
+            decode=hello.decode,
+            seq=hello.seq,
+            generation=generation,
+            floor=hello.floor,
+            writer=self._worker.incarnation,
+            ranks=self._worker.ranks,
+            fingerprint=self._worker.fingerprint,
+            engines=self._worker.engines,
+            rooms=rooms,
+            load=self.load,
+            refusal=refusal,
+        )
+        return SendToDecode(hello.decode, welcome)
+
+    def handle_timer(self, now: float) -> tuple[list[Incarnation], list[PrefillEffect]]:
+        """The decode incarnations lost by now; engines that cannot be destroyed end the worker."""
+        lost = self._silence.tick(now)
+        effects: list[PrefillEffect] = []
+        for decode in lost:
+            peer = self.known[decode]
+            peer.is_lost = True
+            effects += self._advance(peer, now)
+        for peer in self.known.values():
+            for number, engine in peer.engines.items():
+                if engine.state is EngineState.CLOSING and now > engine.deadline:
+                    effects.append(EndWorker(f"engine of generation {number} cannot be destroyed"))
+        return lost, effects
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        assert len(self.known) <= self._config.decode_incarnations_max
+        for peer in self.known.values():
+            for room, generation in peer.rooms.items():
+                assert room.decode == peer.incarnation, room
+                assert generation in peer.engines, (room, generation)
+                assert peer.engines[generation].state is EngineState.OPEN, (room, generation)
+            for number, engine in peer.engines.items():
+                assert not engine.retained or engine.is_tainted, number
+                assert not engine.is_tainted or number <= peer.unsettled_generation, number

@@ -1,0 +1,324 @@
+"""The decode worker's pairings: handshake, heartbeat, generations and means to fence. Pure.
+
+Knows nothing of leases. What leases must hear about comes back as notices among the effects:
+`WriterLost`, `WriterDied` and `GenerationRetired`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+
+from pdrt.config import ProtocolConfig
+from pdrt.ids import Incarnation
+from pdrt.protocol.clock import SilenceClock
+from pdrt.protocol.effects import (
+    CloseFence,
+    CloseSegment,
+    Connect,
+    DecodeEffect,
+    Disconnect,
+    EndWorker,
+    KillWriter,
+    OpenFence,
+    OpenSegment,
+    SendToPrefill,
+)
+from pdrt.protocol.messages import Fingerprint, Hello, Load, Segment, Welcome
+from pdrt.protocol.writers import FenceState, Generation, SegmentState, WriterPeer
+
+HELLO_SECONDS_MIN = 0.1
+"""Pause before the second `Hello` to an endpoint that has not answered yet; doubles."""
+
+
+class WriterLost(msgspec.Struct, frozen=True):
+    """Notice: this incarnation is silent, or another one answers in its place. Proves nothing."""
+
+    endpoint: str
+    writer: Incarnation
+
+
+class WriterDied(msgspec.Struct, frozen=True):
+    """Notice: every process of this incarnation is gone. Proof for `PROCESS_DEATH`."""
+
+    endpoint: str
+    writer: Incarnation
+
+
+class GenerationRetired(msgspec.Struct, frozen=True):
+    """Notice: torn down on every decode rank. Proof for `RETIRE_GENERATION`."""
+
+    endpoint: str
+    generation: int
+
+
+class WriterWelcomed(msgspec.Struct, frozen=True):
+    """Notice: a `Welcome` was accepted; its list of rooms can be believed."""
+
+    endpoint: str
+    welcome: Welcome
+
+
+PairingEffect = DecodeEffect | WriterLost | WriterDied | GenerationRetired | WriterWelcomed
+
+
+class Pairing:
+    """All prefill endpoints of one decode worker."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        fingerprint: Fingerprint,
+        ranks: int,
+        config: ProtocolConfig,
+        now: float,
+    ) -> None:
+        self.incarnation = incarnation
+        self.fingerprint = fingerprint
+        self.ranks = ranks
+        self.peers: dict[str, WriterPeer] = {}
+        self.load = Load()
+        self.stale: Counter[str] = Counter()
+        self._config = config
+        # One counter for all endpoints: higher than any before on each of them.
+        self._seq = 0
+        self._silence: SilenceClock[str] = SilenceClock(
+            config.silence_seconds, config.tick_late_seconds, now
+        )
+
+    def next_seq(self) -> int:
+        """Fresh for every message, taken in the same step as the send."""
+        self._seq += 1
+        return self._seq
+
+    # Wanted and unwanted
+
+    def want(self, endpoint: str, now: float) -> list[PairingEffect]:
+        """Pair with whoever answers on `endpoint`. Idempotent; refused beyond the bound."""
+        peer = self.peers.get(endpoint)
+        if peer is None:
+            if len(self.peers) >= self._config.prefill_endpoints_max:
+                self.stale["prefill_endpoints_max"] += 1
+                return []
+            peer = self.peers[endpoint] = WriterPeer(endpoint)
+        peer.is_wanted = True
+        if peer.is_connected:
+            return [] if peer.generations else self._open_generation(peer, now)
+        peer.is_connected = True
+        effects: list[PairingEffect] = [Connect(endpoint)]
+        if not peer.generations:
+            effects += self._open_generation(peer, now)
+        return effects
+
+    def unwant(self, endpoint: str) -> None:
+        """No gateway lists it any more; it is let go once no lease and no fence needs it."""
+        if peer := self.peers.get(endpoint):
+            peer.is_wanted = False
+
+    # Segments
+
+    def segment_opened(
+        self, endpoint: str, generation: int, rank: int, segment: Segment, now: float
+    ) -> list[PairingEffect]:
+        """One rank exposes the pool; once all do, `Hello` says so."""
+        peer = self.peers[endpoint]
+        current = peer.generations.get(generation)
+        if current is None or current.state is not SegmentState.OPENING:
+            return []
+        return self._hello(peer, now) if current.opened(rank, segment) else []
+
+    def segment_closed(
+        self, endpoint: str, generation: int, rank: int, now: float
+    ) -> list[PairingEffect]:
+        """One rank has torn down; once all have, the generation is retired and the floor rises."""
+        peer = self.peers[endpoint]
+        closing = peer.generations.get(generation)
+        if closing is None or closing.state is not SegmentState.CLOSING:
+            return []
+        if not closing.closed(rank):
+            return []
+        del peer.generations[generation]
+        peer.floor = min(peer.generations, default=peer.newest_generation + 1)
+        if peer.is_wanted and not peer.generations:
+            return [GenerationRetired(endpoint, generation), *self._open_generation(peer, now)]
+        return [GenerationRetired(endpoint, generation), *self._hello(peer, now)]
+
+    def retire(self, endpoint: str, now: float) -> list[PairingEffect]:
+        """Fence whoever writes into the newest generation: no new grants on it, the next one in
+        its place, and its teardown on every rank. Waits while another teardown is under way."""
+        peer = self.peers[endpoint]
+        newest = peer.newest
+        if newest is None or peer.is_retiring:
+            return []
+        effects: list[PairingEffect] = []
+        newest.close(self.ranks, now + self._config.retire_seconds_max)
+        if peer.is_wanted:
+            effects += self._open_generation(peer, now)
+        return [*effects, CloseSegment(endpoint, newest.number)]
+
+    def _open_generation(self, peer: WriterPeer, now: float) -> list[PairingEffect]:
+        peer.newest_generation += 1
+        number = peer.newest_generation
+        deadline = now + self._config.retire_seconds_max
+        peer.generations[number] = Generation(number, self.ranks, deadline)
+        peer.floor = min(peer.generations)
+        return [OpenSegment(peer.endpoint, number)]
+
+    # Heartbeat
+
+    def welcome(self, endpoint: str, message: Welcome, now: float) -> list[PairingEffect]:
+        """An answer to a `Hello`. The only message that switches the writer."""
+        peer = self.peers.get(endpoint)
+        if peer is None or message.decode != self.incarnation:
+            self.stale["other_incarnation"] += 1
+            return []
+        if not peer.last_seq < message.seq <= self._seq:
+            self.stale["old_seq"] += 1
+            return []
+        if peer.fences.get(message.writer) is FenceState.DEAD:
+            self.stale["dead_writer"] += 1
+            return []
+        peer.last_seq = message.seq
+        effects = self._switch_writer(peer, message)
+        peer.is_lost = False
+        peer.last_welcome = message
+        peer.echoed_generation = message.generation
+        if peer.fences[message.writer] is not FenceState.REFUSED:
+            peer.refusal = self._refusal(message)
+        peer.hello_pause = self._config.hello_interval_seconds
+        self._silence.heard(endpoint, now)
+        return [*effects, WriterWelcomed(endpoint, message)]
+
+    def _switch_writer(self, peer: WriterPeer, message: Welcome) -> list[PairingEffect]:
+        effects: list[PairingEffect] = []
+        old = peer.writer
+        if old is not None and old != message.writer:
+            effects.append(WriterLost(peer.endpoint, old))
+        peer.writer = message.writer
+        if message.writer not in peer.fences:
+            peer.fences[message.writer] = FenceState.OPENING
+            effects.append(OpenFence(peer.endpoint, message.writer, message.ranks))
+        return effects
+
+    def _refusal(self, message: Welcome) -> str | None:
+        if message.refusal is not None:
+            return message.refusal
+        differences = self.fingerprint.differences(message.fingerprint)
+        return "; ".join(differences) or None
+
+    def _hello(self, peer: WriterPeer, now: float) -> list[PairingEffect]:
+        """`Hello` now, if there is something to show."""
+        newest = peer.newest
+        if not peer.is_connected or newest is None or newest.state is not SegmentState.OPEN:
+            return []
+        peer.hello_pause = min(
+            max(2 * peer.hello_pause, HELLO_SECONDS_MIN), self._config.hello_interval_seconds
+        )
+        peer.hello_due = now + peer.hello_pause
+        hello = Hello(
+            decode=self.incarnation,
+            seq=self.next_seq(),
+            fingerprint=self.fingerprint,
+            generation=newest.number,
+            segments=tuple(newest.segments[rank] for rank in range(self.ranks)),
+            floor=peer.floor,
+            load=self.load,
+        )
+        return [SendToPrefill(peer.endpoint, hello)]
+
+    # Fences
+
+    def fence_opened(self, endpoint: str, writer: Incarnation) -> None:
+        """The means to fence this writer are in hand."""
+        peer = self.peers[endpoint]
+        if peer.fences.get(writer) is FenceState.OPENING:
+            peer.fences[writer] = FenceState.HELD
+
+    def fence_refused(self, endpoint: str, writer: Incarnation, why: str) -> None:
+        """They cannot be had, so this writer is never granted anything."""
+        peer = self.peers[endpoint]
+        if peer.fences.get(writer) is FenceState.OPENING:
+            peer.fences[writer] = FenceState.REFUSED
+            if peer.writer == writer:
+                peer.refusal = why
+
+    def writer_dead(self, endpoint: str, writer: Incarnation, now: float) -> list[PairingEffect]:
+        """Every process of this writer is gone."""
+        peer = self.peers[endpoint]
+        if writer not in peer.fences:
+            return []
+        peer.fences[writer] = FenceState.DEAD
+        if peer.writer == writer:
+            self._silence.forget(endpoint)
+            self._lose(peer, now)
+        return [WriterDied(endpoint, writer)]
+
+    def kill(self, endpoint: str, writer: Incarnation, why: str) -> list[PairingEffect]:
+        """Kill this writer through the means in hand. Once."""
+        peer = self.peers[endpoint]
+        if peer.fences.get(writer) is not FenceState.HELD:
+            return []
+        peer.fences[writer] = FenceState.KILLED
+        return [KillWriter(endpoint, writer, why)]
+
+    def let_go(self, endpoint: str, writers: set[Incarnation]) -> list[PairingEffect]:
+        """Give up what `writers`, those that still have leases, and the current one don't need."""
+        peer = self.peers[endpoint]
+        effects: list[PairingEffect] = []
+        for writer in [w for w in peer.fences if w not in writers and w != peer.writer]:
+            del peer.fences[writer]
+            effects.append(CloseFence(endpoint, writer))
+        return effects
+
+    # Time
+
+    def handle_timer(self, now: float) -> list[PairingEffect]:
+        """Judge silence, send heartbeats, bound what ranks may take. The caller has read
+        everything inbound first."""
+        effects: list[PairingEffect] = []
+        for endpoint in self._silence.tick(now):
+            peer = self.peers[endpoint]
+            self._lose(peer, now)
+            assert peer.writer is not None, endpoint
+            effects.append(WriterLost(endpoint, peer.writer))
+        for peer in self.peers.values():
+            if now >= peer.hello_due and peer.is_connected:
+                effects += self._hello(peer, now)
+            effects += self._overdue(peer, now)
+        return effects
+
+    def _lose(self, peer: WriterPeer, now: float) -> None:
+        peer.is_lost = True
+        # Its successor, or itself come back, is to be found soon.
+        peer.hello_pause = 0.0
+        peer.hello_due = now
+
+    def _overdue(self, peer: WriterPeer, now: float) -> Iterator[PairingEffect]:
+        for generation in peer.generations.values():
+            if generation.waiting and now > generation.deadline:
+                yield EndWorker(
+                    f"ranks {sorted(generation.waiting)} did not confirm {generation.state.value} "
+                    f"generation {generation.number} of {peer.endpoint} in time"
+                )
+
+    def disconnect(self, endpoint: str, now: float) -> list[PairingEffect]:
+        """Called when no lease is left here: an unwanted endpoint is retired, then let go."""
+        peer = self.peers[endpoint]
+        if peer.is_wanted or not peer.is_connected:
+            return []
+        if peer.newest is not None:
+            return self.retire(endpoint, now)
+        if peer.generations:
+            return []
+        peer.is_connected = False
+        peer.writer = None
+        peer.echoed_generation = 0
+        self._silence.forget(endpoint)
+        return [*self.let_go(endpoint, set()), Disconnect(endpoint)]
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        for peer in self.peers.values():
+            peer.check(self.ranks)
