@@ -11,8 +11,9 @@ from typing import Any
 from pdrt.cli.child import announce_to, die_with_parent
 from pdrt.cli.flags import Request, parse_request, print_config
 from pdrt.cli.ports import check_port
-from pdrt.cli.validate import parse_indices, validate
+from pdrt.cli.validate import validate
 from pdrt.config import DeviceConfig, GatewayConfig, WorkerConfig
+from pdrt.model.resources import parse_id_list
 from pdrt.observe.logs import setup_logging
 
 Announce = Callable[[dict[str, Any]], None]
@@ -78,7 +79,7 @@ def _limit_threads(device: DeviceConfig) -> None:
     """OpenMP reads its thread count once, when torch is first imported: set it before."""
     threads = device.threads
     if threads is None and device.cpus is not None:
-        threads = len(parse_indices("--cpus", device.cpus))
+        threads = len(parse_id_list(device.cpus, "--cpus"))
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
 

@@ -16,6 +16,7 @@ from pdrt.config import (
     WorkerConfig,
 )
 from pdrt.errors import ConfigError
+from pdrt.model.resources import parse_id_list
 
 
 def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool) -> None:
@@ -31,7 +32,7 @@ def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool)
                 parse_address("--gateway", address)
             if (
                 config.device.gpus is not None
-                and len(parse_indices("--gpus", config.device.gpus)) > 1
+                and len(parse_id_list(config.device.gpus, "--gpus")) > 1
             ):
                 raise ConfigError(
                     f"--gpus {config.device.gpus}: one device per worker until tensor "
@@ -63,11 +64,11 @@ def _check_device(device: DeviceConfig, has_cuda: bool) -> None:
             "parallelism lands; start more workers instead"
         )
     if device.gpus is not None:
-        parse_indices("--gpus", device.gpus)
+        parse_id_list(device.gpus, "--gpus")
         if device.device == "cpu":
             raise ConfigError("--gpus and --device cpu exclude each other; leave one out")
     if device.cpus is not None:
-        parse_indices("--cpus", device.cpus)
+        parse_id_list(device.cpus, "--cpus")
     if not has_cuda and (device.device == "cuda" or device.gpus is not None):
         flag = "--device cuda" if device.device == "cuda" else f"--gpus {device.gpus}"
         raise ConfigError(f"{flag}: no NVIDIA GPU on this machine; use --device cpu")
@@ -93,16 +94,3 @@ def parse_address(flag: str, text: str) -> tuple[str, int]:
     if match is None or not 1 <= int(match[2]) <= 65535:
         raise ConfigError(f"{flag} {text!r} is not HOST:PORT")
     return match[1].strip("[]"), int(match[2])
-
-
-def parse_indices(flag: str, text: str) -> tuple[int, ...]:
-    """`0-3`, `0,2` or a mix; each index once, in the order given."""
-    indices: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise ConfigError(f"{flag} {text!r} is not a list like 0-3 or 0,2")
-        indices += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if len(set(indices)) != len(indices):
-        raise ConfigError(f"{flag} {text!r} names an index twice")
-    return tuple(indices)

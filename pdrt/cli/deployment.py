@@ -1,0 +1,105 @@
+"""What `pdrt up` starts: one config per role, made from its own. Pure, but for looking at paths."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from pdrt.cli.cores import Share, ranges
+from pdrt.cli.options import options_of
+from pdrt.config import DeviceConfig, GatewayConfig, ModelConfig, UpConfig, WorkerConfig
+
+GATEWAY = "gateway"
+LOOPBACK = "127.0.0.1"  # where workers and gateway meet; only the HTTP port follows --host
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """Configs by the names that logs show. The workers' gateway address is filled in at launch,
+    when the gateway has announced it."""
+
+    gateway: GatewayConfig
+    workers: dict[str, WorkerConfig]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (GATEWAY, *self.workers)
+
+
+def deployment_of(
+    up: UpConfig, model: Path, shares: Sequence[Share], gpus: Sequence[int]
+) -> Deployment:
+    """`model`: where its files are. `shares`: one per worker. `gpus`: empty without CUDA; workers
+    take them in turn, and those that meet on one split the memory that `up` may use of it."""
+    names = [f"prefill-{n}" for n in range(up.prefill_workers)]
+    names += [f"decode-{n}" for n in range(up.decode_workers)]
+    assert len(shares) == len(names)
+    dealt = [gpus[n % len(gpus)] if gpus else None for n in range(len(names))]
+    crowd = Counter(dealt)
+    named = replace(up.model, model=str(model), served_model_name=served_name(up.model))
+    workers: dict[str, WorkerConfig] = {}
+    for name, share, gpu in zip(names, shares, dealt, strict=True):
+        memory = up.model.gpu_memory_utilization / crowd[gpu]
+        workers[name] = replace(
+            _shared_fields(up, WorkerConfig),
+            host=LOOPBACK,
+            port=0,
+            model=replace(named, gpu_memory_utilization=memory),
+            device=_device(up.device, share, gpu),
+        )
+    gateway = replace(
+        _shared_fields(up, GatewayConfig),
+        worker_host=LOOPBACK,
+        model=str(model),
+        served_model_name=named.served_model_name,
+    )
+    return Deployment(gateway, workers)
+
+
+def _shared_fields(up: UpConfig, config_type: type[Config]) -> Config:
+    """The role's config with every field that `up` has too; `model` means different things."""
+    names = {field.name for field in msgspec.structs.fields(config_type)} - {"model"}
+    return config_type(**{name: getattr(up, name) for name in names if hasattr(up, name)})
+
+
+def _device(device: DeviceConfig, share: Share, gpu: int | None) -> DeviceConfig:
+    return replace(
+        device,
+        gpus=None if gpu is None else str(gpu),
+        cpus=ranges(share.cpus) if share.cpus else None,
+        threads=device.threads or share.threads,
+    )
+
+
+def served_name(model: ModelConfig) -> str:
+    """What clients call the model: as told, else the directory's or file's name, else the name."""
+    if model.served_model_name is not None:
+        return model.served_model_name
+    path = Path(model.model)
+    return path.resolve().name if path.exists() else model.model
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+    """CUDA's numbers of the GPUs this process may use, told without importing torch."""
+    if (mask := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(range(len([entry for entry in mask.split(",") if entry.strip()])))
+    nodes = [path for path in Path("/dev").glob("nvidia[0-9]*")]
+    return tuple(range(max(1, len(nodes))))
+
+
+def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Without our own variables, which would win over the config file that `up` hands down."""
+    own = {
+        option.variable
+        for config_type in (UpConfig, WorkerConfig, GatewayConfig)
+        for option in options_of(config_type).values()
+    }
+    kept = {k: v for k, v in environment.items() if k not in own and not k.startswith("PDRT_")}
+    return {**kept, "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,43 @@
+"""GET of one small JSON document from a gateway."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import msgspec
+
+BODY_BYTES_MAX = 16 * 1024 * 1024
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """`body` is the JSON document, or None if it was none."""
+
+    status: int
+    body: Any
+
+
+def get_json(url: str, api_key: str | None, timeout_seconds: float) -> Answer:
+    """Any HTTP status is an answer. Raises OSError (also as URLError) when nothing answers."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(url, headers=headers)
+    # No proxy from the environment: a gateway on this host or network is asked directly.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout_seconds) as response:
+            return Answer(response.status, _decode(response.read(BODY_BYTES_MAX)))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, _decode(error.read(BODY_BYTES_MAX)))
+    except http.client.HTTPException as error:
+        raise OSError(f"no HTTP answer: {error!r}") from error
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None

@@ -1,0 +1,213 @@
+"""Pure core of `pdrt up`: what children did and the time in, what to do about it out.
+
+A child that dies is restarted with a growing pause while the others keep serving; one that is
+refused by its own configuration is not. No process, clock or output here: `pdrt.cli.children`
+carries out the effects.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+import msgspec
+
+from pdrt.cli.main import EXIT_REFUSED
+
+PAUSE_SECONDS = 1.0  # before the first restart, doubling
+PAUSE_SECONDS_MAX = 30.0
+STEADY_SECONDS = 60.0  # a life this long forgets the failures before it
+STARTS_MAX = 3  # starts of a child that never came up before `up` gives up
+
+
+class ChildState(Enum):
+    HELD = "held"  # waits for the first child to announce itself: the gateway has the address
+    STARTING = "starting"  # its process runs and has not announced itself
+    UP = "up"  # its process runs and has announced itself
+    PAUSED = "paused"  # died; starts again at `restart_at`
+    ENDED = "ended"  # no process, and none will be started
+
+
+_NEXT = {
+    ChildState.HELD: {ChildState.STARTING, ChildState.ENDED},
+    ChildState.STARTING: {ChildState.UP, ChildState.PAUSED, ChildState.ENDED},
+    ChildState.UP: {ChildState.PAUSED, ChildState.ENDED},
+    ChildState.PAUSED: {ChildState.STARTING, ChildState.ENDED},
+    ChildState.ENDED: set(),
+}
+
+
+class Phase(Enum):
+    SERVING = "serving"  # a child that dies is restarted
+    STOPPING = "stopping"  # children were asked to end; killed at `kill_at`
+    KILLING = "killing"  # children were killed; waits for their exits
+    DONE = "done"  # every child has ended
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Start the child's process."""
+
+    child: str
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a signal to the child's process."""
+
+    child: str
+    signal: signal.Signals
+
+
+class Say(msgspec.Struct, frozen=True):
+    """Tell the user."""
+
+    text: str
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """No process is left: end with this code."""
+
+    code: int
+
+
+Effect = Start | Send | Say | Finish
+
+
+class Child(msgspec.Struct, kw_only=True):
+    """One role's process and its history."""
+
+    name: str
+    state: ChildState = ChildState.HELD
+    started_at: float = 0.0  # of the latest life
+    restart_at: float | None = None  # set exactly while PAUSED
+    failures: int = 0  # deaths in a row, none of them after a steady life
+    was_up: bool = False  # announced itself in any life
+
+    @property
+    def runs(self) -> bool:
+        return self.state in (ChildState.STARTING, ChildState.UP)
+
+    def to(self, state: ChildState) -> None:
+        assert state in _NEXT[self.state], f"{self.name}: {self.state} to {state}"
+        self.state = state
+
+
+class Supervisor:
+    """`now` is monotonic seconds. The first child starts alone, the others once it is up."""
+
+    def __init__(self, names: Sequence[str], stop_seconds_max: float) -> None:
+        assert names and len(set(names)) == len(names)
+        self._children = {name: Child(name=name) for name in names}
+        self._first = names[0]
+        self._stop_seconds_max = stop_seconds_max
+        self._kill_at: float | None = None  # set exactly while STOPPING
+        self._code = 0  # what `up` will exit with
+        self.phase = Phase.SERVING
+
+    def state_of(self, name: str) -> ChildState:
+        return self._children[name].state
+
+    def start(self, now: float) -> list[Effect]:
+        """Once, at the beginning."""
+        return [self._begin(self._children[self._first], now)]
+
+    def announced(self, name: str, now: float) -> list[Effect]:
+        """The child is bound and serves its role."""
+        child = self._children[name]
+        child.to(ChildState.UP)
+        child.was_up = True
+        if name != self._first or self.phase is not Phase.SERVING:
+            return []
+        held = [c for c in self._children.values() if c.state is ChildState.HELD]
+        return [self._begin(c, now) for c in held]
+
+    def exited(self, name: str, code: int, now: float) -> list[Effect]:
+        """The child's process is gone; `code` is negative for a signal, as in subprocess."""
+        child = self._children[name]
+        assert child.runs, f"{name} exited while {child.state}"
+        if self.phase is not Phase.SERVING:
+            child.to(ChildState.ENDED)
+            return self._finish_if_empty()
+        if not child.was_up and code == EXIT_REFUSED:
+            child.to(ChildState.ENDED)
+            return self.give_up(f"{name} cannot start; its message is above", EXIT_REFUSED, now)
+        if now - child.started_at >= STEADY_SECONDS:
+            child.failures = 0
+        child.failures += 1
+        if not child.was_up and child.failures >= STARTS_MAX:
+            child.to(ChildState.ENDED)
+            text = f"{name} {describe_exit(code)} in each of {STARTS_MAX} starts"
+            return self.give_up(text, 1, now)
+        pause = min(PAUSE_SECONDS * 2.0 ** min(child.failures - 1, 16), PAUSE_SECONDS_MAX)
+        child.to(ChildState.PAUSED)
+        child.restart_at = now + pause
+        return [Say(f"{name} {describe_exit(code)}; restarting in {pause:g} s")]
+
+    def give_up(self, text: str, code: int, now: float) -> list[Effect]:
+        """`up` cannot go on: stop all, and end with `code`."""
+        if self.phase is not Phase.SERVING:
+            return []
+        self._code = code
+        return [Say(f"{text}; stopping all"), *self.stop(now)]
+
+    def stop(self, now: float) -> list[Effect]:
+        """Asks all to end; asked again, kills them."""
+        match self.phase:
+            case Phase.SERVING:
+                self.phase = Phase.STOPPING
+                self._kill_at = now + self._stop_seconds_max
+                for child in self._children.values():
+                    if child.state in (ChildState.HELD, ChildState.PAUSED):
+                        child.to(ChildState.ENDED)
+                        child.restart_at = None
+                return [*self._send_all(signal.SIGTERM), *self._finish_if_empty()]
+            case Phase.STOPPING:
+                return self._kill()
+            case Phase.KILLING | Phase.DONE:
+                return []
+
+    def deadline(self) -> float | None:
+        """When `timer` is next due."""
+        times = [self._kill_at, *(child.restart_at for child in self._children.values())]
+        return min((time for time in times if time is not None), default=None)
+
+    def timer(self, now: float) -> list[Effect]:
+        if self._kill_at is not None and now >= self._kill_at:
+            names = ", ".join(child.name for child in self._children.values() if child.runs)
+            text = f"{names} did not end within {self._stop_seconds_max:g} s; killing"
+            return [Say(text), *self._kill()]
+        due = [c for c in self._children.values() if c.restart_at is not None]
+        return [
+            self._begin(c, now) for c in due if c.restart_at is not None and now >= c.restart_at
+        ]
+
+    def _begin(self, child: Child, now: float) -> Effect:
+        child.to(ChildState.STARTING)
+        child.started_at = now
+        child.restart_at = None
+        return Start(child.name)
+
+    def _kill(self) -> list[Effect]:
+        self.phase = Phase.KILLING
+        self._kill_at = None
+        return list(self._send_all(signal.SIGKILL))
+
+    def _send_all(self, sent: signal.Signals) -> Iterable[Effect]:
+        return [Send(child.name, sent) for child in self._children.values() if child.runs]
+
+    def _finish_if_empty(self) -> list[Effect]:
+        if any(child.state is not ChildState.ENDED for child in self._children.values()):
+            return []
+        self.phase = Phase.DONE
+        self._kill_at = None
+        return [Finish(self._code)]
+
+
+def describe_exit(code: int) -> str:
+    """`died (SIGKILL)` or `ended (exit code 1)`."""
+    if code >= 0:
+        return f"ended (exit code {code})"
+    try:
+        return f"died ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"died (signal {-code})"

@@ -1,0 +1,184 @@
+"""`pdrt up`: the model, then gateway and workers on this machine, supervised until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from pdrt.cli.children import Children, GaveUp, Launch, say
+from pdrt.cli.cores import share_cores, usable_cpus
+from pdrt.cli.deployment import (
+    GATEWAY,
+    LOOPBACK,
+    Deployment,
+    child_environment,
+    deployment_of,
+    served_name,
+    visible_gpus,
+)
+from pdrt.cli.flags import parse_request, print_config
+from pdrt.cli.http import get_json
+from pdrt.cli.load import dump_toml
+from pdrt.cli.ports import check_port
+from pdrt.cli.roles import has_cuda
+from pdrt.cli.supervisor import Supervisor
+from pdrt.cli.validate import parse_address, validate
+from pdrt.config import UpConfig
+from pdrt.errors import ConfigError
+from pdrt.model.resources import cpu_quota, parse_id_list
+
+STOP_GRACE_SECONDS = 5.0  # roles get their whole shutdown_timeout before `up` kills them
+POLL_SECONDS = 0.2
+REASONS_AFTER_SECONDS = 10.0  # a start that takes longer says why, whenever the reason changes
+
+
+def up(arguments: Sequence[str]) -> int:
+    request = parse_request("up", UpConfig, arguments)
+    config = request.config
+    validate(config, has_cuda=has_cuda())
+    if request.print_config:
+        print_config(config)
+        return 0
+    check_port("--port", config.host, config.port)
+    check_port("--worker-port", LOOPBACK, config.worker_port)
+    shares = share_cores(_cpus(config), cpu_quota(), config.prefill_workers + config.decode_workers)
+    deployment = deployment_of(config, _resolve_model(config.model.model), shares, _gpus(config))
+    for name, worker in deployment.workers.items():
+        validate(worker, has_cuda=has_cuda())
+        gpu = "" if worker.device.gpus is None else f", GPU {worker.device.gpus}"
+        cores = "any core" if worker.device.cpus is None else f"cores {worker.device.cpus}"
+        say(f"{name}: {cores}, threads {worker.device.threads}{gpu}")
+    return asyncio.run(_serve(config, deployment))
+
+
+def _cpus(config: UpConfig) -> tuple[int, ...]:
+    if config.device.cpus is None:
+        return usable_cpus()
+    cpus = parse_id_list(config.device.cpus, "--cpus")
+    if missing := sorted(set(cpus) - set(usable_cpus())):
+        raise ConfigError(f"--cpus {config.device.cpus}: core {missing[0]} cannot be used here")
+    return cpus
+
+
+def _gpus(config: UpConfig) -> tuple[int, ...]:
+    if config.device.gpus is not None:
+        return parse_id_list(config.device.gpus, "--gpus")
+    return visible_gpus() if has_cuda() and config.device.device != "cpu" else ()
+
+
+class Roles:
+    """Commands of the roles. Remembers the gateway's ports, so that a restarted gateway comes
+    back where workers and clients look for it."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._gateway = deployment.gateway
+        self.url: str | None = None  # of the gateway, once it has announced it
+
+    def launch(self, name: str, announce_fd: int) -> Launch:
+        """The config goes to the child as a file in memory: nothing is left behind on disk."""
+        if name == GATEWAY:
+            role, text = GATEWAY, dump_toml(self._gateway)
+        else:
+            role = name.split("-", 1)[0]
+            address = f"{LOOPBACK}:{self._gateway.worker_port}"
+            text = dump_toml(replace(self._deployment.workers[name], gateway=(address,)))
+        config_fd = os.memfd_create(f"pdrt-{name}")
+        os.write(config_fd, text.encode())
+        argv = [sys.executable, "-m", "pdrt", role]
+        argv += ["--config", f"/proc/self/fd/{config_fd}"]
+        argv += ["--parent-pid", str(os.getpid()), "--announce-fd", str(announce_fd)]
+        return Launch(argv, child_environment(), (config_fd,))
+
+    def announced(self, name: str, facts: dict[str, Any]) -> None:
+        if name != GATEWAY:
+            return
+        self.url = str(facts["http"])
+        _, http_port = parse_address("http", self.url.split("://", 1)[1].rstrip("/"))
+        _, worker_port = parse_address("workers", str(facts["workers"]).split("://", 1)[-1])
+        self._gateway = replace(self._gateway, port=http_port, worker_port=worker_port)
+
+
+async def _serve(config: UpConfig, deployment: Deployment) -> int:
+    roles = Roles(deployment)
+    supervisor = Supervisor(deployment.names, config.shutdown_timeout + STOP_GRACE_SECONDS)
+    children = Children(supervisor, roles.launch, roles.announced)
+    async with asyncio.TaskGroup() as tasks:
+        watch = tasks.create_task(_watch_ready(config, roles, children))
+        code = await children.run()
+        watch.cancel()
+    say("stopped")
+    return code
+
+
+async def _watch_ready(config: UpConfig, roles: Roles, children: Children) -> None:
+    """Says how to use it once a full pair can serve, or gives up after `ready_timeout`."""
+    started = time.monotonic()
+    said: list[str] = []
+    while (age := time.monotonic() - started) < config.ready_timeout:
+        reasons = await _reasons_not_ready(roles.url, config.api_key)
+        if not reasons:
+            _print_banner(config, roles, age)
+            return
+        if age >= REASONS_AFTER_SECONDS and reasons != said:
+            said = reasons
+            say(f"not ready after {age:.0f} s: {'; '.join(reasons)}")
+        await asyncio.sleep(POLL_SECONDS)
+    text = f"not ready after {config.ready_timeout:g} s: {'; '.join(reasons)}"
+    await children.inbox.put(GaveUp(text, 1))
+
+
+async def _reasons_not_ready(url: str | None, api_key: str | None) -> list[str]:
+    if url is None:
+        return ["the gateway has not started"]
+    try:
+        answer = await asyncio.to_thread(get_json, f"{url}/ready", api_key, 2.0)
+    except OSError as error:
+        return [f"the gateway does not answer ({error})"]
+    if answer.status == 200:
+        return []
+    reasons = answer.body.get("reasons") if isinstance(answer.body, dict) else None
+    return [str(reason) for reason in reasons or [f"/ready answers {answer.status}"]]
+
+
+def _print_banner(config: UpConfig, roles: Roles, age_seconds: float) -> None:
+    url = reachable(roles.url or "")
+    name = served_name(config.model)
+    body = msgspec.json.encode(
+        {
+            "model": name,
+            "messages": [{"role": "user", "content": "Tell me a short story."}],
+            "stream": True,
+        }
+    ).decode()
+    key = "" if config.api_key is None else '  -H "Authorization: Bearer $PDRT_API_KEY" \\\n'
+    other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    print(
+        f"\n{name} is ready at {url} after {age_seconds:.1f} s. Try it:\n\n"
+        f"curl -N {url}/v1/chat/completions \\\n"
+        f"{key}  -H 'Content-Type: application/json' \\\n"
+        f"  -d {shlex.quote(body)}\n\n"
+        f"pdrt status{other} shows workers, rooms and pages. Ctrl-C stops all.\n",
+        flush=True,
+    )
+
+
+def reachable(url: str) -> str:
+    """The URL with an address that can be dialled instead of "any"."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def _resolve_model(name: str) -> Path:
+    """Once, before the roles start, so that they do not fetch it side by side."""
+    from pdrt.model.fetch import resolve_model
+
+    return resolve_model(name, say)
