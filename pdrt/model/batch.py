@@ -1,0 +1,57 @@
+"""What one forward is asked to do, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdrt.kv.layout import KvLayout
+from pdrt.sampling import Sampling
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One sequence's part of a step: a prefill chunk, or the one token of a decode step."""
+
+    token_ids: Sequence[int]
+    """Tokens fed in this step; never empty."""
+    start: int
+    """Absolute position of the first one: as many tokens are in the pool already."""
+    pages: Sequence[int]
+    """Page table; covers `end` tokens, may be longer."""
+    sampling: Sampling | None
+    """How to draw the token after the last one, or None for none (all chunks but the last)."""
+    output_tokens: int = 0
+    """Output tokens that exist already; for `Sampling.min_tokens`."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence in the pool after this step; the sampled token's position."""
+        return self.start + len(self.token_ids)
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """The outcome of one step."""
+
+    tokens: list[int | None]
+    """Per row, as given: the sampled token, or None where none was asked for."""
+    seconds: float
+    """Time the step took on the compute thread."""
+
+
+def validate_rows(rows: Sequence[Row], layout: KvLayout, pages: int, max_model_len: int) -> None:
+    """Assert what the scheduler guarantees. A wrong page here would be a silent wrong answer."""
+    assert rows, "a step needs at least one row"
+    written: set[int] = set()
+    for row in rows:
+        assert len(row.token_ids) > 0, "a row feeds at least one token"
+        assert row.start >= 0, "positions start at 0"
+        assert row.end <= max_model_len, f"{row.end} tokens exceed the model's {max_model_len}"
+        needed = layout.pages_for(row.end)
+        assert len(row.pages) >= needed, f"{len(row.pages)} pages for {row.end} tokens"
+        # Pages that are only read are checked by the gather itself; these are written to.
+        touched = row.pages[row.start // layout.page_size : needed]
+        assert 0 <= min(touched) <= max(touched) < pages, "page outside of the pool"
+        assert len(set(touched)) == len(touched), "a page twice in one row"
+        assert written.isdisjoint(touched), "two rows write into one page"
+        written.update(touched)

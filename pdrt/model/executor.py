@@ -1,0 +1,184 @@
+"""The executor: one model, one pool, one compute thread. Both kinds of worker drive it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from pdrt.config import DeviceConfig, ModelConfig
+from pdrt.kv.pool import KvPool
+from pdrt.model.attention import ForwardContext
+from pdrt.model.batch import Row, StepResult, validate_rows
+from pdrt.model.fetch import resolve_model
+from pdrt.model.identity import ModelIdentity, read_identity
+from pdrt.model.loader import LoadedModel, load_model
+from pdrt.model.placement import cuda_pool_bytes, limit_identity, pool_pages, select_device
+from pdrt.model.resources import ComputePlan, available_memory_bytes, cpu_quota, usable_cpus
+from pdrt.model.sampling import sample
+from pdrt.model.sdpa import SdpaBackend
+from pdrt.sampling import Sampling
+
+
+class Executor:
+    """Runs forwards over the pool, one step at a time.
+
+    Attributes:
+        identity: the model; its name and `max_model_len` as configured.
+        layout: geometry of the pool's pages.
+        pool: the KV memory; which page belongs to whom is the caller's business.
+        pages: pages in the pool.
+        device: where it computes.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: KvPool,
+        identity: ModelIdentity,
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        self.identity = identity
+        self.layout = pool.layout
+        self.pool = pool
+        self.pages = pool.pages
+        self.device: torch.device = pool.tensor.device
+        self._module = loaded.module
+        self._backend = SdpaBackend()
+        self._thread = thread
+        self._current: Future[StepResult] | None = None
+        """The latest step. At most one is ever queued or running."""
+
+    @classmethod
+    def load(
+        cls, model: ModelConfig, device: DeviceConfig, progress: Callable[[str], None]
+    ) -> Executor:
+        """Fetch and load the model, allocate the pool, and run a step to warm up. Blocks.
+
+        Raises:
+            ConfigError: the device, its cores or the pool's memory cannot be had.
+            ModelError: the model cannot be found, loaded or served.
+        """
+        target = select_device(device)
+        plan = usable_cpus(os.sched_getaffinity(0), cpu_quota(), device)
+        directory = resolve_model(model.model, progress)
+        identity = limit_identity(read_identity(directory, model.load_format), model)
+        thread = ThreadPoolExecutor(1, "pdrt-compute", _prepare_thread, (plan,))
+        try:
+            progress(f"loading {identity.name}")
+            # On the compute thread, so that its cores' memory holds the weights and the pool.
+            loaded, pool = thread.submit(_load, directory, model, identity, target).result()
+            executor = cls(loaded, pool, identity, thread)
+            executor.step_blocking(_warm_up_rows(executor))
+        except BaseException:
+            thread.shutdown()
+            raise
+        return executor
+
+    async def step(self, rows: Sequence[Row]) -> StepResult:
+        """Run one forward on the compute thread; the event loop goes on meanwhile.
+
+        Cancelling the caller does not stop a step that runs: its pages stay in use until it is
+        over, and the next step may not begin before.
+
+        Raises:
+            Exception: whatever the forward raised (out of memory, say). The executor stays
+                usable; the rows' new KV is undefined.
+        """
+        return await asyncio.wrap_future(self._submit(rows))
+
+    def step_blocking(self, rows: Sequence[Row]) -> StepResult:
+        """`step` for callers without an event loop: waits for the compute thread."""
+        return self._submit(rows).result()
+
+    def close(self) -> None:
+        """Wait for a running step, end the compute thread, give the pool's memfd back."""
+        self._thread.shutdown()
+        self.pool.close()
+
+    def _submit(self, rows: Sequence[Row]) -> Future[StepResult]:
+        assert self._current is None or self._current.done(), "one step at a time"
+        validate_rows(rows, self.layout, self.pages, self.identity.max_model_len)
+        self._current = self._thread.submit(self._step, rows)
+        return self._current
+
+    def _step(self, rows: Sequence[Row]) -> StepResult:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            context = ForwardContext(self.pool, rows, self._backend)
+            logits = self.forward(context)
+            tokens: list[int | None] = [None] * len(rows)
+            drawn = self._sample(context, rows, logits)
+            for index, token in zip(context.sampled, drawn, strict=True):
+                tokens[index] = token
+        return StepResult(tokens, time.perf_counter() - started)
+
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        """Logits (sampled rows, vocabulary) of a step. On the compute thread."""
+        output = self._module(
+            input_ids=context.token_ids[None],
+            position_ids=context.positions[None],
+            use_cache=False,
+            logits_to_keep=context.logits_to_keep,
+            forward_context=context,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _sample(
+        self, context: ForwardContext, rows: Sequence[Row], logits: torch.Tensor
+    ) -> list[int]:
+        if not context.sampled:
+            return []
+        sampled = [rows[index] for index in context.sampled]
+        return sample(
+            logits,
+            [_wanted(row) for row in sampled],
+            [row.end for row in sampled],
+            [row.output_tokens for row in sampled],
+            self.identity.eos_token_ids,
+        )
+
+
+def _wanted(row: Row) -> Sampling:
+    assert row.sampling is not None, "only rows that sample are sampled"
+    return row.sampling
+
+
+def _prepare_thread(plan: ComputePlan) -> None:
+    """Pin this thread and size its OpenMP team, whose threads inherit the cores when the first
+    operator starts them."""
+    os.sched_setaffinity(0, plan.cpus)
+    torch.set_num_threads(plan.threads)
+
+
+def _load(
+    directory: Path, model: ModelConfig, identity: ModelIdentity, device: torch.device
+) -> tuple[LoadedModel, KvPool]:
+    loaded = load_model(directory, model, device)
+    if device.type == "cuda":
+        available = cuda_pool_bytes(device, model.gpu_memory_utilization)
+    else:
+        available = available_memory_bytes()
+    pages = pool_pages(
+        loaded.layout, identity.max_model_len, model.kv_cache_memory_bytes, device.type, available
+    )
+    return loaded, KvPool(loaded.layout, pages, device)
+
+
+def _warm_up_rows(executor: Executor) -> list[Row]:
+    """A prefill chunk and a decode row: both paths, and whatever the model refuses, at load."""
+    size = executor.layout.page_size
+    greedy = Sampling(max_tokens=1, temperature=0.0)
+    chunk = min(size, executor.identity.max_model_len)
+    if executor.pages < 2 or chunk < 2:
+        return [Row(token_ids=[0], start=0, pages=[0], sampling=greedy)]
+    return [
+        Row(token_ids=[0] * chunk, start=0, pages=[0], sampling=greedy),
+        Row(token_ids=[0], start=0, pages=[1], sampling=greedy),
+    ]
