@@ -1,0 +1,199 @@
+"""A worker's connections to its gateways: registers, keeps them informed, hands in what they
+ask. Applies `Registration` (pure) to one DEALER per gateway."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from pdrt.config import ProtocolConfig
+from pdrt.errors import ConfigError
+from pdrt.ids import Incarnation, routing_id
+from pdrt.protocol.codec import BadFrame, Decoder, encode
+from pdrt.protocol.gateway_messages import (
+    Cancel,
+    Credit,
+    Finished,
+    GatewayToWorker,
+    Inspect,
+    Register,
+    Registered,
+    Report,
+    Submit,
+    Tokens,
+)
+from pdrt.protocol.registration import Registration
+from pdrt.transfer.channel import DealerChannel
+
+log = logging.getLogger(__name__)
+
+UNANSWERED_SECONDS = 5.0
+"""After this long without an answer it is said, again at twice the time, and so on."""
+
+MakeRegister = Callable[[int], Register]
+"""Given a `seq`, what this worker says of itself."""
+Request = Submit | Cancel | Credit | Inspect
+
+
+class _Link:
+    """One gateway."""
+
+    def __init__(self, registration: Registration, channel: DealerChannel, now: float) -> None:
+        self.registration = registration
+        self.channel = channel
+        self.silent_since = now
+        self.complain_at = now + UNANSWERED_SECONDS
+
+
+class GatewayLinks:
+    """All gateways of one worker."""
+
+    def __init__(
+        self,
+        endpoints: tuple[str, ...],
+        worker: Incarnation,
+        config: ProtocolConfig,
+        make_register: MakeRegister,
+        now: float,
+    ) -> None:
+        """`endpoints`: HOST:PORT of each gateway's worker port.
+
+        Raises:
+            ConfigError: an endpoint is not HOST:PORT.
+        """
+        self.on_request: Callable[[Request], None] = lambda request: None
+        """A gateway asks for something."""
+        self.on_gateway_lost: Callable[[Incarnation], None] = lambda gateway: None
+        """Its requests are to be cancelled."""
+        self.on_endpoints: Callable[[], None] = lambda: None
+        """`prefill_endpoints` may have changed."""
+        self.rejected: Counter[str] = Counter()
+        self.stale: Counter[str] = Counter()
+        self._worker = worker
+        self._make_register = make_register
+        self._decoder: Decoder[GatewayToWorker] = Decoder(GatewayToWorker, config.frame_bytes_max)
+        self._links: list[_Link] = []
+        for endpoint in endpoints:
+            host, _, port = endpoint.rpartition(":")
+            if not host or not port.isdigit():
+                raise ConfigError(f"--gateway {endpoint!r}: HOST:PORT is expected")
+            registration = Registration(endpoint, worker, config, now)
+            link = _Link(registration, self._dial(endpoint, len(self._links), config), now)
+            self._links.append(link)
+
+    def _dial(self, endpoint: str, index: int, config: ProtocolConfig) -> DealerChannel:
+        return DealerChannel(
+            f"tcp://{endpoint}",
+            routing_id(self._worker),
+            lambda frame: self._receive(self._links[index], frame),
+            config.frame_bytes_max,
+        )
+
+    @property
+    def prefill_endpoints(self) -> set[str]:
+        """Prefill workers that any live gateway lists."""
+        return {e for link in self._links for e in link.registration.prefill_endpoints}
+
+    def gateways(self) -> list[dict[str, object]]:
+        """For the status page."""
+        return [
+            {
+                "endpoint": link.registration.endpoint,
+                "gateway": link.registration.gateway and f"{link.registration.gateway:016x}",
+                "refusal": link.registration.refusal,
+            }
+            for link in self._links
+        ]
+
+    def send(self, message: Tokens | Finished) -> bool:
+        """To the gateway that owns the request; False when it is gone or its queue is full."""
+        link = self._of(message.request.gateway)
+        return link is not None and link.channel.send(encode(message))
+
+    def report(self, gateway: Incarnation, report: Report) -> None:
+        """Answer an `Inspect`."""
+        link = self._of(gateway)
+        if link is not None:
+            link.channel.send(encode(report))
+
+    def _of(self, gateway: Incarnation) -> _Link | None:
+        for link in self._links:
+            if link.registration.gateway == gateway:
+                return link
+        return None
+
+    def announce(self, now: float) -> None:
+        """Register everywhere at once: something that it says has changed."""
+        for link in self._links:
+            self._register(link, now)
+
+    def _register(self, link: _Link, now: float) -> None:
+        register = self._make_register(link.registration.next_seq(now))
+        link.channel.send(encode(register))
+
+    def _receive(self, link: _Link, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except BadFrame as error:
+            self.rejected[error.reason] += 1
+            return
+        if message.worker != self._worker:
+            self.stale["other_incarnation"] += 1
+            return
+        if isinstance(message, Registered):
+            self._registered(link, message)
+        elif self._asker(message) != link.registration.gateway:
+            self.stale["other_gateway"] += 1
+        else:
+            self.on_request(message)
+
+    @staticmethod
+    def _asker(request: Request) -> Incarnation:
+        return request.gateway if isinstance(request, Inspect) else request.request.gateway
+
+    def _registered(self, link: _Link, message: Registered) -> None:
+        registration = link.registration
+        before = registration.gateway, registration.refusal
+        now = time.monotonic()
+        lost = registration.registered(message, now)
+        if lost is not None:
+            self.on_gateway_lost(lost)
+        link.silent_since, link.complain_at = now, now + UNANSWERED_SECONDS
+        if before != (registration.gateway, registration.refusal):
+            if registration.refusal is not None:
+                log.error(
+                    "refused by the gateway",
+                    extra={"gateway": registration.endpoint, "why": registration.refusal},
+                )
+            else:
+                log.info("registered", extra={"gateway": registration.endpoint})
+        self.on_endpoints()
+
+    def drain(self) -> None:
+        """Read everything that has arrived."""
+        for link in self._links:
+            link.channel.drain()
+
+    def handle_timer(self, now: float) -> None:
+        """Every tick, after `drain`."""
+        for link in self._links:
+            registration = link.registration
+            lost = registration.handle_timer(now)
+            if lost is not None:
+                log.warning("gateway lost", extra={"gateway": registration.endpoint})
+                self.on_gateway_lost(lost)
+            if registration.is_due(now):
+                self._register(link, now)
+            if registration.gateway is None and now >= link.complain_at:
+                silent = now - link.silent_since
+                link.complain_at = now + silent
+                log.warning(
+                    "no gateway answers; still trying (is this its --worker-port?)",
+                    extra={"gateway": registration.endpoint, "seconds": round(silent)},
+                )
+
+    def close(self) -> None:
+        for link in self._links:
+            link.channel.close()

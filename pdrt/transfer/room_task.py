@@ -1,0 +1,180 @@
+"""One task per room and rank: the single writer of that room's transfer.
+
+Others put events into its inbox; it alone drives the `RoomWriter`, submits writes, and reports
+the end, as its last act. An unexpected exception ends this room as UNSETTLED and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from pdrt.errors import EngineError
+from pdrt.ids import RoomId
+from pdrt.kv.layout import SliceCopy
+from pdrt.protocol.messages import Grant, Outcome, Reason
+from pdrt.protocol.room_writer import (
+    RankEnd,
+    ReportEnd,
+    RoomWriter,
+    Write,
+    WriteOutcome,
+    WriterEffect,
+)
+from pdrt.transfer.engine import ByteRange, Sender, WriteRequest, coalesce
+
+log = logging.getLogger(__name__)
+
+
+class ForwardStarted(msgspec.Struct, frozen=True):
+    """A forward that fills source pages has been planned."""
+
+
+class ForwardEnded(msgspec.Struct, frozen=True):
+    """It has returned."""
+
+
+class PagesFinished(msgspec.Struct, frozen=True):
+    """The prompt's pages up to index `finished` are complete."""
+
+    source_pages: Sequence[int]
+    finished: int
+    is_last: bool
+    """The whole prompt has been computed."""
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Submit nothing more."""
+
+    reason: Reason
+    detail: str = ""
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """The engine's one answer to a write."""
+
+    write_id: int
+    outcome: WriteOutcome
+    detail: str
+
+
+RoomEvent = ForwardStarted | ForwardEnded | PagesFinished | Close | Settled
+OnEnd = Callable[[RoomId, RankEnd], None]
+
+
+class SlicePlan(msgspec.Struct, frozen=True):
+    """What this rank sends of each page, and how far apart pages are on both sides."""
+
+    copies: tuple[SliceCopy, ...]
+    source_page_bytes: int
+    target_page_bytes: Mapping[int, int]
+    """By decode rank."""
+
+    def page_bytes(self) -> dict[int, int]:
+        """Bytes of one page sent to each decode rank."""
+        sizes: dict[int, int] = {}
+        for copy in self.copies:
+            sizes[copy.decode_rank] = sizes.get(copy.decode_rank, 0) + copy.length
+        return sizes
+
+    def ranges(self, write: Write) -> tuple[ByteRange, ...]:
+        """The byte ranges of one write."""
+        copies = [copy for copy in self.copies if copy.decode_rank == write.decode_rank]
+        stride = self.target_page_bytes[write.decode_rank]
+        pieces = [
+            ByteRange(
+                source_offset=source * self.source_page_bytes + copy.source_offset,
+                target_offset=target * stride + copy.target_offset,
+                length=copy.length,
+            )
+            for source, target in zip(write.source_pages, write.target_pages, strict=True)
+            for copy in copies
+        ]
+        return coalesce(pieces)
+
+
+class RoomTask:
+    """Owns one room on this rank. `post` is the only way in."""
+
+    def __init__(
+        self, grant: Grant, plan: SlicePlan, sender: Sender, inbox_max: int, on_end: OnEnd
+    ) -> None:
+        self.room = grant.room
+        self.writer = RoomWriter(grant.room, plan.page_bytes(), grant.pages, grant.first_page)
+        self._generation = grant.generation
+        self._plan = plan
+        self._sender = sender
+        self._on_end = on_end
+        self._inbox: deque[RoomEvent] = deque()
+        self._inbox_max = inbox_max
+        self._wake = asyncio.Event()
+        self._is_ended = False
+
+    def post(self, event: RoomEvent) -> None:
+        """Never blocks. A full inbox closes the room; what proves that something has ended
+        (`Settled`, `ForwardEnded`) is always taken, being bounded by what was begun."""
+        if len(self._inbox) >= self._inbox_max and isinstance(event, PagesFinished):
+            event = Close(Reason.INBOX_FULL, f"{len(self._inbox)} events are waiting")
+        self._inbox.append(event)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until the room has drained. Cancelling it is for shutdown only."""
+        try:
+            while not self._is_ended:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._inbox and not self._is_ended:
+                    self._apply(self._handle(self._inbox.popleft()))
+        except Exception as error:
+            log.exception("room task failed", extra={"room": self.room})
+            bytes_written = 0
+            end = RankEnd(Outcome.UNSETTLED, Reason.TASK_FAILED, bytes_written, repr(error))
+            self._end(end)
+
+    def _handle(self, event: RoomEvent) -> list[WriterEffect]:
+        match event:
+            case ForwardStarted():
+                return self.writer.forward_started()
+            case ForwardEnded():
+                return self.writer.forward_ended()
+            case PagesFinished():
+                return self.writer.pages_finished(event.source_pages, event.finished) + (
+                    self.writer.finished() if event.is_last else []
+                )
+            case Close():
+                return self.writer.close(event.reason, event.detail)
+            case Settled():
+                return self.writer.settled(event.write_id, event.outcome, event.detail)
+
+    def _apply(self, effects: Sequence[WriterEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Write():
+                    self._write(effect)
+                case ReportEnd():
+                    self._end(effect.end)
+
+    def _write(self, write: Write) -> None:
+        request = WriteRequest(
+            decode=self.room.decode,
+            generation=self._generation,
+            decode_rank=write.decode_rank,
+            ranges=self._plan.ranges(write),
+        )
+
+        def on_settled(outcome: WriteOutcome, detail: str) -> None:
+            self.post(Settled(write.write_id, outcome, detail))
+
+        try:
+            self._sender.write(request, on_settled)
+        except EngineError as error:
+            on_settled(WriteOutcome.FAILED, str(error))
+
+    def _end(self, end: RankEnd) -> None:
+        self._is_ended = True
+        self._on_end(self.room, end)
