@@ -71,14 +71,15 @@ class Registry:
     def __init__(
         self,
         gateway: Incarnation,
-        digest: str,
+        digests: tuple[str, ...],
         protocol: ProtocolConfig,
         workers_max: int,
         now: float,
     ) -> None:
-        """`digest` is of the gateway's own model: a worker with another one is not used."""
+        """`digests` are those of the gateway's own model (with its weights, and with dummy ones):
+        a worker with another one is not used."""
         self._gateway = gateway
-        self._digest = digest
+        self._digests = digests
         self._workers_max = workers_max
         self._endpoints_max = protocol.prefill_endpoints_max
         self._clock: SilenceClock[Incarnation] = SilenceClock(
@@ -156,7 +157,7 @@ class Registry:
         return (
             worker.state is WorkerState.LIVE
             and worker.register.healthy
-            and worker.register.fingerprint.digest == self._digest
+            and worker.register.fingerprint.digest in self._digests
         )
 
     def prefills_for(self, decode: Worker) -> dict[str, Worker]:
@@ -192,7 +193,7 @@ class Registry:
         if next(self.decodes(), None) is not None:
             return True, []
         reasons: list[str] = []
-        present = {role: [w for w in self._of_role(role)] for role in Role}
+        present = {role: self._of_role(role) for role in Role}
         for role, workers in present.items():
             if not workers:
                 reasons.append(f"no {role.value} worker")
@@ -207,8 +208,9 @@ class Registry:
         if worker.state is WorkerState.DRAINING:
             return [f"{worker.name}: draining"]
         theirs = worker.register.fingerprint.digest
-        if theirs != self._digest:
-            return [f"{worker.name}: model digest {theirs}, the gateway's is {self._digest}"]
+        if theirs not in self._digests:
+            ours = " or ".join(self._digests)
+            return [f"{worker.name}: model digest {theirs}, the gateway's is {ours}"]
         if not worker.register.healthy:
             return [f"{worker.name}: {r}" for r in worker.register.reasons or ("not healthy",)]
         return []
@@ -224,13 +226,12 @@ class Registry:
             return [f"{prefill.name} and {decode.name}: handshake not finished"]
         return []
 
+    def live(self) -> list[Worker]:
+        """Those that are not lost, draining ones included."""
+        return [w for w in self.workers.values() if w.state is not WorkerState.LOST]
+
     def _of_role(self, role: Role) -> list[Worker]:
-        """Those of `role` that are not lost."""
-        return [
-            worker
-            for worker in self.workers.values()
-            if worker.register.role is role and worker.state is not WorkerState.LOST
-        ]
+        return [worker for worker in self.live() if worker.register.role is role]
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the registry contradicts itself."""

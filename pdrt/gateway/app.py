@@ -1,0 +1,44 @@
+"""The HTTP application: routes, and what surrounds every one of them."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from pdrt.config import GatewayConfig
+from pdrt.gateway.completions import Completions
+from pdrt.gateway.errors import ApiError
+from pdrt.gateway.http import ApiKey, RequestIds, on_api_error, on_bug, on_http_error
+from pdrt.gateway.hub import Hub
+from pdrt.gateway.operations import Operations
+from pdrt.gateway.served_model import ServedModel
+
+
+def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
+    """Everything a client can reach."""
+    completions = Completions(hub, model, config)
+    operations = Operations(hub, model)
+    routes = [
+        Route("/v1/chat/completions", completions.chat, methods=["POST"]),
+        Route("/v1/completions", completions.completion, methods=["POST"]),
+        Route("/v1/models", operations.models),
+        Route("/v1/models/{model:path}", operations.model),
+        Route("/health", operations.health),
+        Route("/ready", operations.ready),
+        Route("/metrics", operations.metrics),
+        Route("/status", operations.status),
+        Route("/debug/check", operations.check),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[] if config.api_key is None else [Middleware(ApiKey, key=config.api_key)],
+        exception_handlers={
+            ApiError: on_api_error,
+            HTTPException: on_http_error,
+            Exception: on_bug,
+        },
+    )
+    return RequestIds(app)

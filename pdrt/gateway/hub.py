@@ -1,0 +1,218 @@
+"""Where the gateway's pure core meets sockets and clients: the one place that applies effects."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+
+from pdrt.config import GatewayConfig
+from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
+from pdrt.gateway.inspection import Inspector
+from pdrt.gateway.registry import Registry
+from pdrt.gateway.requests import Requests
+from pdrt.gateway.router import Demand, Route, choose_route
+from pdrt.gateway.stream import OutputStream
+from pdrt.ids import Incarnation, routing_id, short
+from pdrt.observe.metrics import Metrics
+from pdrt.protocol.codec import BadFrame, Decoder, encode
+from pdrt.protocol.gateway_messages import (
+    Finished,
+    GatewayToWorker,
+    Register,
+    Report,
+    Submit,
+    Tokens,
+    WorkerToGateway,
+)
+
+log = logging.getLogger("pdrt.gateway")
+
+
+class Hub:
+    """All state of the gateway. Used on the loop only; nothing here waits or blocks."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        digests: tuple[str, ...],
+        incarnation: Incarnation,
+        send: Callable[[bytes, bytes], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`send(routing_id, frame)` never blocks and says whether the frame was taken."""
+        self.incarnation = incarnation
+        self.metrics = Metrics("gateway", short(incarnation))
+        self.clock = clock
+        self.is_draining = False
+        """Set once: no new requests."""
+        self._send_frame = send
+        self._decoder: Decoder[WorkerToGateway] = Decoder(
+            WorkerToGateway, config.protocol.frame_bytes_max
+        )
+        self.registry = Registry(incarnation, digests, config.protocol, config.workers_max, clock())
+        self.requests = Requests(
+            incarnation, config.protocol, config.requests_max, config.attempts_max, self._choose
+        )
+        self._inspector = Inspector(incarnation, self._send)
+        self._streams: dict[int, OutputStream] = {}
+        """By serial: every request of `requests`, and those ending in this very step."""
+
+    def _choose(
+        self, demand: Demand, tried: Collection[Incarnation], refused: Collection[Incarnation]
+    ) -> Route | None:
+        return choose_route(self.registry, demand, tried, refused)
+
+    def _send(self, message: GatewayToWorker) -> bool:
+        return self._send_frame(routing_id(message.worker), encode(message))
+
+    # From workers and the timer
+
+    def on_frame(self, peer: bytes, frame: bytes) -> None:
+        """One frame from the worker channel; a bad one is counted and changes nothing."""
+        try:
+            message = self._decoder.decode(frame)
+        except BadFrame as error:
+            self.metrics.count_rejected_frame(error.reason)
+            return
+        if peer != routing_id(message.worker):
+            self.metrics.count_rejected_frame("identity")
+            return
+        now = self.clock()
+        self.registry.heard(message.worker, now)
+        match message:
+            case Register():
+                self._on_register(message, now)
+            case Tokens():
+                self._apply(self.requests.on_tokens(message, now))
+            case Finished():
+                self._apply(self.requests.on_finished(message, now))
+            case Report():
+                if not self._inspector.on_report(message):
+                    self.metrics.count_stale_message("report")
+
+    def _on_register(self, message: Register, now: float) -> None:
+        known = self.registry.workers.get(message.worker)
+        before = None if known is None else known.state
+        reply = self.registry.on_register(message, now)
+        if reply is None:
+            return
+        self._send(reply)
+        after = self.registry.workers.get(message.worker)
+        if after is None:
+            who = f"{message.role.value} {short(message.worker)}"
+            log.warning("%s is refused: %s", who, reply.refusal)
+        elif after.state is not before:
+            log.info("%s is %s", after.name, after.state.value)
+
+    def on_tick(self) -> None:
+        """Every `TICK_SECONDS`, after all inbound frames were dispatched."""
+        now = self.clock()
+        for worker in self.registry.on_tick(now):
+            log.warning("%s is lost: silent too long", self.registry.workers[worker].name)
+            self._apply(self.requests.on_worker_lost(worker, now))
+        self._apply(self.requests.on_tick(now))
+
+    # From clients
+
+    def open(self, submission: Submission) -> OutputStream:
+        """Begin a request. Whoever calls must `close` the stream."""
+        now = self.clock()
+        serial, effects = self.requests.open(submission, now)
+        stream = self._streams[serial] = OutputStream(serial, now)
+        self._apply(effects)
+        return stream
+
+    def take(self, stream: OutputStream, tokens_taken: int) -> None:
+        """The client has been sent so many tokens of the whole output."""
+        self._apply(self.requests.take(stream.serial, tokens_taken, self.clock()))
+
+    def abandon(self, stream: OutputStream, reason: str) -> None:
+        """Nothing more is wanted: cancel what still runs upstream. Idempotent."""
+        self._apply(self.requests.abandon(stream.serial, reason, self.clock()))
+
+    def close(self, stream: OutputStream, outcome: str) -> None:
+        """The answer is over."""
+        self.abandon(stream, outcome)
+        del self._streams[stream.serial]
+        self.metrics.count_request(outcome)
+
+    @property
+    def streams(self) -> int:
+        """Answers that are not over."""
+        return len(self._streams)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Every client has its answer, and every worker has said that it stopped."""
+        return not self._streams and not self.requests.attempts
+
+    def shut_down(self) -> None:
+        """End every request; their clients are told, their workers too."""
+        self.is_draining = True
+        self._apply(self.requests.shut_down(self.clock()))
+
+    # Effects
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        pending = deque(effects)
+        while pending:
+            match pending.popleft():
+                case Send(message):
+                    if not self._send(message) and isinstance(message, Submit):
+                        pending.extend(self.requests.on_undelivered(message.request, self.clock()))
+                case Assigned(serial, decode, recomputed_tokens):
+                    self._streams[serial].decodes.append(decode)
+                    if recomputed_tokens:
+                        self.metrics.count_recomputed_prompt_tokens(recomputed_tokens)
+                        log.warning("request %d moves to decode worker %s", serial, short(decode))
+                case Deliver(serial, token_ids, cached_tokens):
+                    self._deliver(self._streams[serial], token_ids, cached_tokens)
+                case Ended() as ended:
+                    stream = self._streams[ended.serial]
+                    stream.cached_tokens = ended.cached_tokens
+                    stream.end(ended)
+
+    def _deliver(
+        self, stream: OutputStream, token_ids: tuple[int, ...], cached_tokens: int
+    ) -> None:
+        now = self.clock()
+        if stream.heard is None:
+            stream.first = now
+            self.metrics.observe_ttft(now - stream.opened)
+        else:
+            self.metrics.observe_itl((now - stream.heard) / len(token_ids))
+        stream.heard = now
+        stream.cached_tokens = cached_tokens
+        stream.put(token_ids)
+
+    # Questions
+
+    async def inspect(self, check: bool, seconds_max: float) -> dict[Incarnation, Report]:
+        """Reports of the workers that are not lost, as far as they come in time."""
+        workers = [worker.incarnation for worker in self.registry.live()]
+        return await self._inspector.ask(workers, check, seconds_max)
+
+    def readiness(self) -> tuple[bool, list[str]]:
+        if self.is_draining:
+            return False, ["the gateway is shutting down"]
+        return self.registry.readiness()
+
+    def render_metrics(self) -> bytes:
+        """The gateway's own metrics."""
+        for stale in (self.registry.stale, self.requests.stale):
+            for reason, count in stale.items():
+                self.metrics.count_stale_message(reason, count)
+            stale.clear()
+        return self.metrics.render()
+
+    def broken_invariants(self) -> list[str]:
+        """Contradictions in the gateway's own tables; none in a correct gateway."""
+        broken = []
+        for check in (self.registry.check_invariants, self.requests.check_invariants):
+            try:
+                check()
+            except AssertionError as error:
+                broken.append(f"{check.__qualname__}: {error}")
+        return broken

@@ -1,0 +1,197 @@
+"""The gateway process: HTTP server, worker channel, one timer, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from pdrt.config import GatewayConfig
+from pdrt.errors import ConfigError
+from pdrt.gateway.app import build_app
+from pdrt.gateway.hub import Hub
+from pdrt.gateway.served_model import ServedModel, load_served_model
+from pdrt.ids import new_incarnation, short
+from pdrt.protocol.clock import TICK_SECONDS
+from pdrt.transfer.channel import RouterChannel
+
+log = logging.getLogger("pdrt.gateway")
+
+Announce = Callable[[dict[str, Any]], None]
+
+SEND_BUFFER_BYTES = 256 * 1024
+"""Of each client's connection. The kernel would let it grow to megabytes, tens of thousands of
+tokens that nobody has read and that look taken."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients and proxies keep idle connections: they close them, not we, so that no
+request meets a closing one."""
+LAST_WORDS_SECONDS = 2.0
+"""For cancels to be answered and last events to be read, at the end of a shutdown."""
+
+
+def run(config: GatewayConfig, announce: Announce) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    `announce` is called once, with the addresses, when clients and workers can connect.
+
+    Raises:
+        ConfigError: an address cannot be bound.
+        ModelError: the model has no tokenizer, or cannot be served.
+    """
+    model, digests = load_served_model(config)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config, model, digests, announce))
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn inside our loop; signals are ours."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stop:
+    """SIGTERM and SIGINT: the first asks for a graceful stop, the second for a quick one."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.is_urgent = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.ask)
+
+    def ask(self) -> None:
+        self.is_urgent = self.asked.is_set()
+        self.asked.set()
+
+
+async def serve(
+    config: GatewayConfig, model: ServedModel, digests: tuple[str, ...], announce: Announce
+) -> int:
+    """Everything that `run` does on the loop."""
+    incarnation = new_incarnation()
+    listener = bind_http(config.host, config.port)
+    try:
+        channel = RouterChannel(
+            config.worker_host,
+            config.worker_port,
+            # No frame is read before the loop turns, and then there is a hub.
+            lambda peer, frame: hub.on_frame(peer, frame),  # noqa: PLW0108
+            config.protocol.frame_bytes_max,
+            "--worker-port",
+        )
+    except ConfigError:
+        listener.close()
+        raise
+    hub = Hub(config, digests, incarnation, channel.send)
+    server = _HttpServer(_uvicorn_config(hub, model, config))
+    stop = _Stop()
+    try:
+        async with asyncio.TaskGroup() as group:
+            http = group.create_task(server.serve(sockets=[listener]))
+            ticking = group.create_task(_tick(hub, channel))
+            await server.accepting.wait()
+            announce(
+                {
+                    "role": "gateway",
+                    "http": _url(listener),
+                    "workers": _address(channel.host, channel.port),
+                    "incarnation": short(incarnation),
+                }
+            )
+            await stop.asked.wait()
+            await _finish(hub, config.shutdown_timeout, stop)
+            server.should_exit = True
+            await http
+            ticking.cancel()
+    finally:
+        channel.close()
+        model.close()
+    return 0
+
+
+async def _tick(hub: Hub, channel: RouterChannel) -> None:
+    """The one timer."""
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        channel.drain()
+        hub.on_tick()
+
+
+async def _finish(hub: Hub, seconds_max: float, stop: _Stop) -> None:
+    """Refuse new requests, let the others end for a while, then end them."""
+    hub.is_draining = True
+    log.info("shutting down", extra={"requests": hub.streams})
+    await _wait(lambda: not hub.streams or stop.is_urgent, seconds_max)
+    hub.shut_down()
+    await _wait(lambda: hub.is_quiet or stop.is_urgent, LAST_WORDS_SECONDS)
+
+
+async def _wait(is_over: Callable[[], bool], seconds_max: float) -> None:
+    for _ in range(int(seconds_max / TICK_SECONDS)):
+        if is_over():
+            return
+        await asyncio.sleep(TICK_SECONDS)
+
+
+def _uvicorn_config(hub: Hub, model: ServedModel, config: GatewayConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(hub, model, config),
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
+    )
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """A bound TCP socket for clients, not listening yet.
+
+    Raises:
+        ConfigError: the address cannot be bound; names it and its flags.
+    """
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(
+            f"cannot bind to {host}:{port} ({error.strerror}); choose another --host or --port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{_address(host, port)}"
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
