@@ -69,6 +69,7 @@ class PageTable:
             PoolExhausted: fewer are free; none was taken.
         """
         assert owner.kind not in (OwnerKind.FREE, OwnerKind.CACHE), owner
+        assert count >= 0, count
         if count > len(self._free):
             raise PoolExhausted(f"{count} pages wanted, {len(self._free)} of {self.total} free")
         pages = [self._free.pop() for _ in range(count)]
@@ -79,10 +80,9 @@ class PageTable:
 
     def pass_on(self, pages: Sequence[int], giver: Owner, taker: Owner) -> None:
         """`giver`'s pages become `taker`'s, in one step."""
-        self._require(pages, giver)
-        for page in pages:
-            self._owners[page] = taker
-        self._count(giver.kind, taker.kind, len(pages))
+        assert giver.kind is not OwnerKind.CACHE, "cached pages leave through evict()"
+        assert taker.kind not in (OwnerKind.FREE, OwnerKind.CACHE), taker
+        self._pass(pages, giver, taker)
 
     def free(self, pages: Sequence[int], owner: Owner) -> None:
         """`owner` gives `pages` back. O(len(pages))."""
@@ -95,13 +95,15 @@ class PageTable:
 
     def cache(self, pages: Sequence[int], owner: Owner) -> None:
         """`owner`'s pages become cached ones, which it goes on holding."""
-        self.pass_on(pages, owner, CACHE)
+        assert owner.kind not in (OwnerKind.FREE, OwnerKind.CACHE), owner
+        self._pass(pages, owner, CACHE)
         for page in pages:
             self._holders[page] = {owner}
 
     def hold(self, pages: Iterable[int], holder: Owner) -> None:
         """`holder` reads these cached pages: they cannot be evicted until it drops them."""
         pages = list(pages)
+        assert self._readable(pages), (pages, holder)
         assert all(holder not in self._holders[page] for page in pages), (pages, holder)
         for page in pages:
             self._holders[page].add(holder)
@@ -109,21 +111,29 @@ class PageTable:
     def drop(self, pages: Iterable[int], holder: Owner) -> None:
         """`holder` no longer reads these cached pages."""
         pages = list(pages)
+        assert self._readable(pages), (pages, holder)
         assert all(holder in self._holders[page] for page in pages), (pages, holder)
         for page in pages:
             self._holders[page].remove(holder)
 
     def pass_hold(self, pages: Iterable[int], giver: Owner, taker: Owner) -> None:
         """`taker` reads these cached pages in `giver`'s place."""
-        self.drop(pages, giver)
-        self.hold(pages, taker)
+        pages = list(pages)
+        assert self._readable(pages), (pages, giver, taker)
+        assert all(giver in self._holders[page] for page in pages), (pages, giver)
+        assert all(taker not in self._holders[page] for page in pages), (pages, taker)
+        for page in pages:
+            self._holders[page].remove(giver)
+            self._holders[page].add(taker)
 
     def is_held(self, page: int) -> bool:
+        """Somebody reads this cached page."""
+        assert page in self._holders, page
         return bool(self._holders[page])
 
     def evict(self, page: int) -> None:
         """A cached page that nobody holds becomes free."""
-        assert self._owners[page] is CACHE, (page, self._owners[page])
+        assert page in self._holders, (page, "not cached")
         assert not self._holders[page], (page, self._holders[page])
         del self._holders[page]
         self._owners[page] = None
@@ -147,9 +157,7 @@ class PageTable:
         free = set(self._free)
         assert len(free) == len(self._free), "a page is on the free list twice"
         assert free == {p for p, owner in enumerate(self._owners) if owner is None}
-        kinds = Counter(
-            OwnerKind.FREE if owner is None else owner.kind for owner in self._owners
-        )
+        kinds = Counter(OwnerKind.FREE if owner is None else owner.kind for owner in self._owners)
         assert +kinds == +self._counts, (kinds, self._counts)
         cached = {p for p, owner in enumerate(self._owners) if owner is CACHE}
         assert cached == set(self._holders), "holders of a page that is not cached"
@@ -157,7 +165,18 @@ class PageTable:
     def _require(self, pages: Sequence[int], owner: Owner) -> None:
         assert len(set(pages)) == len(pages), f"{owner} names a page twice: {pages}"
         for page in pages:
+            assert 0 <= page < self.total, (page, self.total)
             assert self._owners[page] == owner, (page, self._owners[page], owner)
+
+    def _readable(self, pages: Sequence[int]) -> bool:
+        """Cached pages, each named once."""
+        return len(set(pages)) == len(pages) and self._holders.keys() >= set(pages)
+
+    def _pass(self, pages: Sequence[int], giver: Owner, taker: Owner) -> None:
+        self._require(pages, giver)
+        for page in pages:
+            self._owners[page] = taker
+        self._count(giver.kind, taker.kind, len(pages))
 
     def _count(self, giver: OwnerKind, taker: OwnerKind, pages: int) -> None:
         self._counts[giver] -= pages

@@ -42,7 +42,8 @@ class KvPool:
                 self.tensor = self._map_memfd(dtype).view(shape)
             else:
                 self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, OverflowError) as error:
+            self.close()
             raise ConfigError(
                 f"no memory for a KV pool of {pages} pages ({self.size_bytes / 2**20:.0f} MiB): "
                 f"{error}; give a smaller --kv-cache-memory-bytes"
