@@ -1,7 +1,7 @@
 """Processes of `pdrt up`: carries out the supervisor's effects and reports what children do.
 
-One loop owns the supervisor; per child one task reads its announcement and awaits its end, and
-two pass its output on line by line.
+One loop owns the supervisor; per life of a child, small tasks read its announcement, pass its
+output on line by line, and await its end.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from pdrt.cli.supervisor import Effect, Finish, Phase, Say, Send, Start, Supervisor
 
 LINE_BYTES_MAX = 64 * 1024  # a longer line of a child is passed on in pieces
-ANNOUNCEMENT_BYTES_MAX = 64 * 1024
-PIPE_SECONDS_MAX = 2.0  # how long a dead child's pipes are read on, should a grandchild hold them
+PIPE_SECONDS_MAX = 2.0  # how long a dead child's output is read on, should somebody hold the pipe
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
@@ -57,6 +57,17 @@ class Launch(msgspec.Struct, frozen=True):
     argv: list[str]
     environment: Mapping[str, str]
     fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Life:
+    """One process of a child, and the tasks that read from it."""
+
+    child: str
+    pid: int
+    announcement: asyncio.Task[bytes]
+    output: asyncio.Task[None]
+    end: asyncio.Task[int]
 
 
 class Children:
@@ -140,59 +151,62 @@ class Children:
     async def _start(self, child: str, tasks: asyncio.TaskGroup) -> None:
         """The kernel ends a child with the thread that made it: we are on the main thread, which
         lives as long as `up` does. Its own process group keeps the terminal's Ctrl-C from it."""
-        read_fd, announce_fd = os.pipe()
-        launch = self._launch(child, announce_fd)
+        announce_read, announce_write = os.pipe()
+        output_read, output_write = os.pipe()
+        launch = self._launch(child, announce_write)
         try:
+            # Our own pipe for output: with asyncio's, `wait` does not return before a grandchild
+            # that holds the pipe has ended too (CPython issue 119710).
             process = await asyncio.create_subprocess_exec(
                 *launch.argv,
                 env=launch.environment,
-                pass_fds=(announce_fd, *launch.fds),
+                pass_fds=(announce_write, *launch.fds),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=output_write,
+                stderr=output_write,
                 process_group=0,
             )
+        except OSError as error:  # out of memory or processes: a death like another, tried again
+            say(f"{child}: {error}")
+            os.close(announce_read)
+            os.close(output_read)
+            await self.inbox.put(Exited(child, os.EX_OSERR))
+            return
         finally:
-            for fd in (announce_fd, *launch.fds):
+            for fd in (announce_write, output_write, *launch.fds):
                 os.close(fd)
-        assert process.stdout is not None and process.stderr is not None
         self._processes[child] = process
         self._colours.setdefault(child, _COLOURS[len(self._colours) % len(_COLOURS)])
-        pipes = [
-            tasks.create_task(self._pass_on(child, process.stdout)),
-            tasks.create_task(self._pass_on(child, process.stderr)),
-        ]
-        line = tasks.create_task(_first_line(os.fdopen(read_fd, "rb")))
-        ended = tasks.create_task(process.wait())
-        tasks.create_task(self._watch(child, process.pid, line, ended, pipes))
+        life = Life(
+            child,
+            process.pid,
+            announcement=tasks.create_task(_first_line(announce_read)),
+            output=tasks.create_task(self._pass_on(child, output_read)),
+            end=tasks.create_task(process.wait()),
+        )
+        tasks.create_task(self._watch(life))
 
-    async def _watch(
-        self,
-        child: str,
-        pid: int,
-        line: asyncio.Task[bytes],
-        ended: asyncio.Task[int],
-        pipes: list[asyncio.Task[None]],
-    ) -> None:
+    async def _watch(self, life: Life) -> None:
         """Puts at most one `Announced`, then exactly one `Exited`, after the child's last words."""
-        await asyncio.wait({ended, line}, return_when=asyncio.FIRST_COMPLETED)
-        if line.done() and (text := line.result()):
-            await self.inbox.put(Announced(child, json.loads(text)))
-        code = await ended
-        _signal_group(pid, signal.SIGKILL)  # whatever the child itself had started
-        await asyncio.wait(pipes, timeout=PIPE_SECONDS_MAX)
-        for task in (line, *pipes):
-            task.cancel()
-        await self.inbox.put(Exited(child, code))
+        await asyncio.wait({life.end, life.announcement}, return_when=asyncio.FIRST_COMPLETED)
+        if life.announcement.done() and (line := life.announcement.result()):
+            await self.inbox.put(Announced(life.child, json.loads(line)))
+        code = await life.end
+        _signal_group(life.pid, signal.SIGKILL)  # whatever the child itself had started
+        await asyncio.wait({life.output}, timeout=PIPE_SECONDS_MAX)
+        life.announcement.cancel()
+        life.output.cancel()
+        await self.inbox.put(Exited(life.child, code))
 
-    async def _pass_on(self, child: str, stream: asyncio.StreamReader) -> None:
+    async def _pass_on(self, child: str, fd: int) -> None:
         rest = b""
-        while chunk := await stream.read(LINE_BYTES_MAX):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) >= LINE_BYTES_MAX:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._print(child, line)
+        async with _reading(fd) as stream:
+            while chunk := await stream.read(LINE_BYTES_MAX):
+                *lines, rest = (rest + chunk).split(b"\n")
+                if len(rest) >= LINE_BYTES_MAX:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._print(child, line)
         if rest:
             self._print(child, rest)
 
@@ -203,14 +217,21 @@ class Children:
         print(prefix, line.decode(errors="replace").rstrip("\r"), file=sys.stderr, flush=True)
 
 
-async def _first_line(file: BinaryIO) -> bytes:
+async def _first_line(fd: int) -> bytes:
     """The announcement, or nothing if the child closed the pipe without one."""
-    reader = asyncio.StreamReader(limit=ANNOUNCEMENT_BYTES_MAX)
+    async with _reading(fd) as stream:
+        return await stream.readline()
+
+
+@contextlib.asynccontextmanager
+async def _reading(fd: int) -> AsyncIterator[asyncio.StreamReader]:
+    """The read end of a pipe as a stream; closes it."""
+    stream = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), file
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(fd, "rb", buffering=0)
     )
     try:
-        return await reader.readline()
+        yield stream
     finally:
         transport.close()
 

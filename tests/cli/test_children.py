@@ -1,0 +1,167 @@
+"""Real processes under the supervisor: small Python children in place of the roles."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdrt.cli.children import Children, GaveUp, Launch, StopAsked
+from pdrt.cli.supervisor import Supervisor
+
+pytestmark = pytest.mark.e2e
+HANG_SECONDS = 60.0  # a bound against hanging, no expectation of speed
+
+ANNOUNCE = "import json, os, signal, sys, time; os.write({fd}, b'{{\"pid\": %d}}\\n' % os.getpid())"
+SERVE = "time.sleep(1000)"
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); " + SERVE
+
+
+class Stage:
+    """Runs `scripts` by child name, and records what they announced."""
+
+    def __init__(
+        self,
+        scripts: dict[str, str],
+        stop_seconds_max: float = 30.0,
+        announce: str = ANNOUNCE,
+    ) -> None:
+        self.scripts = scripts
+        self.announce = announce
+        self.lives: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
+        supervisor = Supervisor(tuple(scripts), stop_seconds_max)
+        self.children = Children(supervisor, self.launch, lambda *fact: self.lives.put_nowait(fact))
+
+    def launch(self, name: str, announce_fd: int) -> Launch:
+        code = (
+            self.announce.format(fd=announce_fd)
+            + f"; os.close({announce_fd}); {self.scripts[name]}"
+        )
+        return Launch([sys.executable, "-c", code], os.environ, ())
+
+    async def next_life(self) -> tuple[str, int]:
+        async with asyncio.timeout(HANG_SECONDS):
+            name, facts = await self.lives.get()
+        return name, facts["pid"]
+
+    def stop(self) -> None:
+        self.children.inbox.put_nowait(StopAsked())
+
+
+@asynccontextmanager
+async def running(stage: Stage) -> AsyncIterator[asyncio.Task[int]]:
+    async with asyncio.timeout(HANG_SECONDS):
+        task = asyncio.create_task(stage.children.run())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def exists(pid: int) -> bool:
+    """True unless it is gone, or dead and only waits for whoever adopted it to collect it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_a_killed_child_is_restarted_and_the_others_live_on(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stage = Stage({"gateway": SERVE, "decode-0": SERVE})
+    async with running(stage) as task:
+        name, gateway = await stage.next_life()
+        assert name == "gateway"
+        name, first = await stage.next_life()
+        assert name == "decode-0"
+        os.kill(first, signal.SIGKILL)
+        name, second = await stage.next_life()
+        assert (name, second != first, exists(gateway)) == ("decode-0", True, True)
+        stage.stop()
+        assert await task == 0
+    assert not exists(gateway) and not exists(second)
+    assert "decode-0 died (SIGKILL); restarting in 1 s" in capfd.readouterr().err
+
+
+async def test_output_is_passed_on_with_the_role_in_front(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    chatter = "print('one\\ntwo'); print('x' * 200_000, file=sys.stderr); print('cut', end='')"
+    stage = Stage({"gateway": chatter})
+    async with running(stage) as task:
+        await stage.next_life()
+        await stage.next_life()  # the second life: all output of the first has been passed on
+        stage.stop()
+        assert await task == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert "gateway   | one" in lines and "gateway   | two" in lines
+    assert "gateway   | cut" in lines
+    assert sum(line.count("x") for line in lines if line.startswith("gateway   | x")) >= 200_000
+
+
+async def test_a_child_deaf_to_sigterm_is_killed_in_the_end() -> None:
+    stage = Stage({"gateway": STUBBORN}, stop_seconds_max=0.5)
+    async with running(stage) as task:
+        _, pid = await stage.next_life()
+        stage.stop()
+        assert await task == 0
+    assert not exists(pid)
+
+
+async def test_a_second_stop_kills_at_once() -> None:
+    stage = Stage({"gateway": STUBBORN}, stop_seconds_max=1e6)
+    async with running(stage) as task:
+        _, pid = await stage.next_life()
+        stage.stop()
+        stage.stop()
+        assert await task == 0
+    assert not exists(pid)
+
+
+async def test_what_a_dead_child_had_started_dies_too(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    spawn = (
+        "import subprocess; p = subprocess.Popen(['sleep', '1000']); "
+        f"open({str(mark)!r}, 'w').write(str(p.pid)); "
+    )
+    stage = Stage({"gateway": spawn + SERVE})
+    async with running(stage) as task:
+        _, pid = await stage.next_life()
+        while not (mark.exists() and mark.read_text()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        grandchild = int(mark.read_text())
+        os.kill(pid, signal.SIGKILL)
+        await stage.next_life()
+        assert not exists(grandchild)
+        stage.stop()
+        await task
+
+
+async def test_giving_up_stops_all_and_returns_the_code() -> None:
+    stage = Stage({"gateway": SERVE, "decode-0": SERVE})
+    async with running(stage) as task:
+        await stage.next_life()
+        _, pid = await stage.next_life()
+        await stage.children.inbox.put(GaveUp("not ready", 1))
+        assert await task == 1
+    assert not exists(pid)
+
+
+async def test_a_child_that_ends_before_it_announces_is_given_up(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stage = Stage({"gateway": ""}, announce="import sys; sys.exit('broken') #")
+    async with running(stage) as task:
+        assert await task == 1
+    text = capfd.readouterr().err
+    assert "gateway   | broken" in text
+    assert "gateway ended (exit code 1) in each of 3 starts; stopping all" in text

@@ -1,0 +1,66 @@
+"""What is refused at start, and that the text names the flag."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdrt.cli.flags import parse_request
+from pdrt.cli.validate import parse_address, validate
+from pdrt.config import GatewayConfig, ModelConfig, UpConfig, WorkerConfig
+from pdrt.errors import ConfigError
+
+
+def refuse(*arguments: str, has_cuda: bool = False) -> str:
+    config = parse_request("decode", WorkerConfig, arguments, {}).config
+    with pytest.raises(ConfigError) as caught:
+        validate(config, has_cuda=has_cuda)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("config", [UpConfig(), WorkerConfig(), GatewayConfig()])
+def test_defaults_are_valid(config: UpConfig | WorkerConfig | GatewayConfig) -> None:
+    validate(config, has_cuda=False)
+    validate(config, has_cuda=True)
+
+
+def test_ranges_hold_for_configs_made_in_code() -> None:
+    with pytest.raises(ConfigError, match="--page-size: 0 is out of range, must be >= 1"):
+        validate(WorkerConfig(model=ModelConfig(page_size=0)), has_cuda=False)
+
+
+def test_a_page_size_need_not_be_a_power_of_two() -> None:
+    validate(WorkerConfig(model=ModelConfig(page_size=24)), has_cuda=False)
+
+
+def test_devices() -> None:
+    assert refuse("--tensor-parallel-size", "2").endswith("start more workers instead")
+    assert "until tensor parallelism lands" in refuse("--gpus", "0-3", has_cuda=True)
+    assert refuse("--device", "cuda") == (
+        "--device cuda: no NVIDIA GPU on this machine; use --device cpu"
+    )
+    assert "use --device cpu" in refuse("--gpus", "0")
+    assert "exclude each other" in refuse("--gpus", "0", "--device", "cpu", has_cuda=True)
+    assert "--gpus '0-'" in refuse("--gpus", "0-", has_cuda=True)
+    assert "--cpus 'all'" in refuse("--cpus", "all")
+
+
+def test_up_deals_out_several_devices() -> None:
+    config = parse_request("up", UpConfig, ["--gpus", "0-3"], {}).config
+    validate(config, has_cuda=True)
+
+
+def test_fields_that_contradict_each_other() -> None:
+    assert "--silence-seconds" in refuse("--silence-seconds", "1")
+    assert "--revoke-resend-seconds-max" in refuse("--revoke-resend-seconds", "3")
+    assert "--max-num-batched-tokens" in refuse("--max-num-batched-tokens", "8")
+    assert "--max-model-len" in refuse("--max-model-len", "1")
+    assert "--model" in refuse("--model", "")
+    assert "--gateway 'nowhere'" in refuse("--gateway", "nowhere")
+
+
+def test_addresses() -> None:
+    assert parse_address("--gateway", "host.example:1") == ("host.example", 1)
+    assert parse_address("--gateway", "[::1]:8001") == ("::1", 8001)
+    for text in ("", "host", "host:", ":1", "::1:8001", "host:0", "host:65536", "host:1x"):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
+            parse_address("--gateway", text)
