@@ -153,6 +153,10 @@ class RoomWriter:
 
     def finished(self) -> list[WriterEffect]:
         """The whole prompt has been computed and its pages handed over to `pages_finished`."""
+        end = self._first_page + len(self._target_pages)
+        # COMPLETE must mean that everything wanted has been written (I6).
+        is_written = not self._target_pages or self._next_page >= end
+        assert self.state is not WriterState.OPEN or is_written, (self.room, self._next_page, end)
         self._enter(WriterEvent.FINISHED)
         self._finished = True
         return self._drain_if_quiet()
