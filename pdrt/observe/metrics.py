@@ -142,8 +142,8 @@ class Metrics:
     def count_request(self, outcome: str) -> None:
         self._requests.labels(*self._base, outcome).inc()
 
-    def count_fence(self, engine: str) -> None:
-        self._fences.labels(*self._base, engine).inc()
+    def count_fence(self, engine: str, count: int = 1) -> None:
+        self._fences.labels(*self._base, engine).inc(count)
 
     def count_preemption(self) -> None:
         self._preemptions.labels(*self._base).inc()

@@ -133,11 +133,13 @@ class DecodePeers:
         elif hello.seq <= peer.last_seq:
             self._stale["old_seq"] += 1
             return []
+        # One still unanswered waits for engines; that we are alive is said meanwhile.
+        alive = self._answer(peer, peer.hello, 0, None) if peer.hello else []
         peer.is_lost = False
         self.heard(peer, hello.seq, now)
         peer.hello, peer.is_answered = hello, False
         peer.floor = max(peer.floor, hello.floor)
-        return self._advance(peer, now)
+        return [*alive, *self._advance(peer, now)]
 
     def _refuses(self, hello: Hello) -> str | None:
         differences = self._worker.fingerprint.differences(hello.fingerprint)

@@ -417,8 +417,10 @@ class LeaseTable:
         for lease in due:
             if lease.room not in self.leases:
                 continue
-            if not lease.pages:
-                # Nothing was ever exposed to this writer: there is nothing to fence.
+            if not lease.pages and not lease.is_answered:
+                # Nothing was ever exposed to this writer: there is nothing to fence. One that
+                # has answered UNSETTLED is fenced all the same, as it takes no more grants on
+                # this generation.
                 effects += self._free(lease, LeaseEvent.FENCED, now)
             else:
                 effects += self._resolve(self._start_fence(lease, now), now)
@@ -521,7 +523,7 @@ class LeaseTable:
         for lease in list(self._revoking.values()):
             if lease.room in self.leases and not lease.is_answered and now >= lease.resend_at:
                 effects += self._send_revoke(lease, now)
-        for endpoint in {x.endpoint for x in self._revoking.values()}:
+        for endpoint in dict.fromkeys(x.endpoint for x in self._revoking.values()):
             effects += self._fence_due(endpoint, now)
         for endpoint in list(self.pairing.peers):
             effects += self._let_go(endpoint, now)

@@ -32,6 +32,8 @@ class Reason(Enum):
     """Why a lease was revoked or a room ended other than by completing."""
 
     CLIENT_GONE = "client_gone"
+    FINISHED = "finished"
+    """The request ended with the tokens that it has."""
     DEADLINE = "deadline"
     REJECTED = "rejected"
     """The prompt cannot be served by this worker; another one would say the same."""
@@ -51,7 +53,7 @@ class Reason(Enum):
     FENCED = "fenced"
 
 
-NOT_RETRYABLE = frozenset({Reason.CLIENT_GONE, Reason.DEADLINE, Reason.REJECTED})
+NOT_RETRYABLE = frozenset({Reason.CLIENT_GONE, Reason.FINISHED, Reason.DEADLINE, Reason.REJECTED})
 """After these the request ends; after any other reason it may go on in a new room."""
 
 

@@ -174,6 +174,10 @@ class Pairing:
         if peer is None or message.decode != self.incarnation:
             self.stale["other_incarnation"] += 1
             return []
+        if not peer.is_connected:
+            # Still queued when the endpoint was let go; nobody watches it any more.
+            self.stale["not_connected"] += 1
+            return []
         if not peer.last_seq < message.seq <= self._seq:
             self.stale["old_seq"] += 1
             return []

@@ -240,7 +240,7 @@ class RoomTable:
             room=record.room,
             writer=self.worker.incarnation,
             outcome=outcome,
-            reason=record.reason,
+            reason=None if outcome is Outcome.COMPLETE else record.reason,
             retryable=record.reason not in NOT_RETRYABLE,
             bytes_written=sum(end.bytes_written for end in record.ends.values()),
             first=record.first,

@@ -234,10 +234,18 @@ class DecodeScheduler:
                     return False
         return True
 
-    def sampled(self, request: DecodeRequest, token: int) -> FinishReason | None:
-        """A step has computed one more token of a running request."""
+    def stepped(self, request: DecodeRequest) -> None:
+        """A step with this request in it is over: its last token's KV is in the pool."""
+        assert request.is_in_step, request.request
+        request.is_in_step = False
         request.computed += 1
-        return self.take_token(request, token)
+
+    def first_token(self, request: DecodeRequest, cached_tokens: int, now: float) -> None:
+        """Its prefill has been computed; what is left of its room is the transfer."""
+        assert request.state is RequestState.PREFILLING, request.state
+        if not request.output_tokens:
+            request.cached_tokens = cached_tokens
+        self._phase(request, "prefill", now)
 
     def take_token(self, request: DecodeRequest, token: int) -> FinishReason | None:
         """One more output token, from a step or from prefill; says whether it was the last."""

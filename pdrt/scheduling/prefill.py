@@ -32,7 +32,8 @@ class PrefillJob:
         """Source pages of the whole prompt; empty until it starts."""
         self.computed = 0
         """Tokens whose KV is in the pool."""
-        self.is_in_step = False
+        self.computed_at: float | None = None
+        """When the last chunk was done."""
 
     @property
     def remaining(self) -> int:
@@ -104,7 +105,6 @@ class PrefillScheduler:
             end = job.computed + count
             is_last = end == len(job.grant.token_ids)
             chunks.append(Chunk(job.room, job.computed, end, is_last))
-            job.is_in_step = True
             budget -= count
         return chunks
 
@@ -121,20 +121,16 @@ class PrefillScheduler:
             self._waiting.popleft()
             self._started[job.room] = job
 
-    def finish(self, chunk: Chunk) -> int:
+    def finish(self, chunk: Chunk, now: float) -> int:
         """A chunk has been computed; returns how many of the prompt's pages are complete now."""
         job = self.jobs[chunk.room]
         assert job.computed == chunk.start, (chunk, job.computed)
-        job.is_in_step = False
         job.computed = chunk.end
         if chunk.is_last:
+            job.computed_at = now
             self._started.pop(chunk.room, None)
             return self._layout.pages_for(chunk.end)
         return chunk.end // self._layout.page_size
-
-    def abandon(self, chunk: Chunk) -> None:
-        """The step that held this chunk failed: nothing of it counts."""
-        self.jobs[chunk.room].is_in_step = False
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""

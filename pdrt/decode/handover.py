@@ -1,0 +1,227 @@
+"""Carries out the lease table's effects: sockets, segments, and means to fence. Decides nothing.
+
+Effects are applied through one FIFO queue, so that messages leave in the order of their `seq`
+even when applying one effect raises the next event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from pdrt.config import ProtocolConfig
+from pdrt.errors import ConfigError, EngineError, PeerRefused
+from pdrt.ids import Incarnation, routing_id, short
+from pdrt.protocol.codec import BadFrame, Decoder, encode
+from pdrt.protocol.effects import (
+    CloseFence,
+    CloseSegment,
+    Connect,
+    DecodeEffect,
+    Disconnect,
+    EndLease,
+    EndWorker,
+    FailRoom,
+    KillWriter,
+    LeaseReady,
+    OpenFence,
+    OpenSegment,
+    SendToPrefill,
+    TakeFirstToken,
+)
+from pdrt.protocol.leases import LeaseTable
+from pdrt.protocol.messages import PrefillToDecode, RankProcess
+from pdrt.transfer.channel import DealerChannel
+from pdrt.transfer.engine import Receiver
+from pdrt.transfer.processes import ProcessHandle
+from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
+
+log = logging.getLogger(__name__)
+
+RoomEffect = TakeFirstToken | LeaseReady | FailRoom | EndLease
+
+
+class _Fence:
+    """Pidfds of one writer's processes."""
+
+    def __init__(self, ranks: Sequence[RankProcess]) -> None:
+        self.handles: list[ProcessHandle] = []
+        try:
+            for rank in ranks:
+                self.handles.append(ProcessHandle(rank))
+        except PeerRefused:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.close()
+
+
+class Handover:
+    """The decode worker's side of every bootstrap channel."""
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        receiver: Receiver,
+        config: ProtocolConfig,
+        loop: WorkerLoop,
+        on_room: Callable[[RoomEffect], None],
+    ) -> None:
+        """`on_room` applies what concerns requests and pages."""
+        self.table = table
+        self.rejected: Counter[str] = Counter()
+        self._receiver = receiver
+        self._config = config
+        self._loop = loop
+        self._on_room = on_room
+        self._decoder: Decoder[PrefillToDecode] = Decoder(PrefillToDecode, config.frame_bytes_max)
+        self._channels: dict[str, DealerChannel] = {}
+        self._fences: dict[tuple[str, Incarnation], _Fence] = {}
+        self._queue: deque[DecodeEffect] = deque()
+        self._is_applying = False
+
+    def apply(self, effects: Sequence[DecodeEffect]) -> None:
+        """Apply the effects of one event, after those already waiting."""
+        self._queue.extend(effects)
+        if self._is_applying:
+            return
+        self._is_applying = True
+        try:
+            while self._queue:
+                self._apply(self._queue.popleft())
+        finally:
+            self._is_applying = False
+
+    def _apply(self, effect: DecodeEffect) -> None:
+        match effect:
+            case SendToPrefill():
+                channel = self._channels.get(effect.endpoint)
+                if channel is not None:
+                    channel.send(encode(effect.message))
+            case Connect():
+                self._connect(effect.endpoint)
+            case Disconnect():
+                if channel := self._channels.pop(effect.endpoint, None):
+                    channel.close()
+            case OpenSegment():
+                self._loop.start(self._open_segment(effect), "open segment")
+            case CloseSegment():
+                self._loop.start(self._close_segment(effect), "close segment")
+            case OpenFence():
+                self._open_fence(effect)
+            case CloseFence():
+                self._close_fence(effect.endpoint, effect.writer)
+            case KillWriter():
+                self._kill(effect)
+            case EndWorker():
+                self._loop.end(ExitCode.CANNOT_GO_ON, effect.why)
+            case _:
+                self._on_room(effect)
+
+    # Channels
+
+    def _connect(self, endpoint: str) -> None:
+        def on_frame(frame: bytes) -> None:
+            try:
+                message = self._decoder.decode(frame)
+            except BadFrame as error:
+                self.rejected[error.reason] += 1
+                return
+            self.apply(self.table.receive(endpoint, message, time.monotonic()))
+
+        try:
+            self._channels[endpoint] = DealerChannel(
+                endpoint,
+                routing_id(self.table.pairing.incarnation),
+                on_frame,
+                self._config.frame_bytes_max,
+            )
+        except ConfigError as error:
+            log.error("cannot dial a prefill worker", extra={"why": error})
+
+    def drain(self) -> None:
+        """Read everything that has arrived."""
+        for channel in list(self._channels.values()):
+            channel.drain()
+
+    # Segments
+
+    async def _open_segment(self, effect: OpenSegment) -> None:
+        rank = 0
+        try:
+            segment = await self._receiver.open_segment(rank, effect.endpoint, effect.generation)
+        except EngineError as error:
+            self._loop.end(ExitCode.CANNOT_GO_ON, f"cannot expose the KV pool: {error}")
+            return
+        now = time.monotonic()
+        self.apply(
+            self.table.segment_opened(effect.endpoint, effect.generation, rank, segment, now)
+        )
+
+    async def _close_segment(self, effect: CloseSegment) -> None:
+        await self._receiver.close_segment(effect.endpoint, effect.generation)
+        now = time.monotonic()
+        self.apply(self.table.segment_closed(effect.endpoint, effect.generation, 0, now))
+
+    # Fences
+
+    def _open_fence(self, effect: OpenFence) -> None:
+        endpoint, writer = effect.endpoint, effect.writer
+        try:
+            fence = _Fence(effect.ranks)
+        except PeerRefused as error:
+            log.error("cannot pair: %s", error, extra={"endpoint": endpoint})
+            self.apply(self.table.fence_refused(endpoint, writer, str(error)))
+            return
+        self._fences[endpoint, writer] = fence
+        for handle in fence.handles:
+            asyncio.get_running_loop().add_reader(handle.fd, self._look_if_dead, endpoint, writer)
+        self.apply(self.table.fence_opened(endpoint, writer))
+
+    def _look_if_dead(self, endpoint: str, writer: Incarnation) -> None:
+        fence = self._fences[endpoint, writer]
+        for handle in fence.handles:
+            if handle.is_dead():
+                asyncio.get_running_loop().remove_reader(handle.fd)
+        if all(handle.is_dead() for handle in fence.handles):
+            log.warning(
+                "prefill worker is dead", extra={"endpoint": endpoint, "writer": short(writer)}
+            )
+            self.apply(self.table.writer_dead(endpoint, writer, time.monotonic()))
+
+    def _close_fence(self, endpoint: str, writer: Incarnation) -> None:
+        fence = self._fences.pop((endpoint, writer), None)
+        if fence is None:
+            return
+        for handle in fence.handles:
+            asyncio.get_running_loop().remove_reader(handle.fd)
+        fence.close()
+
+    def _kill(self, effect: KillWriter) -> None:
+        log.error(
+            "killing a prefill worker to get pages back",
+            extra={
+                "endpoint": effect.endpoint,
+                "writer": short(effect.writer),
+                "why": effect.why,
+            },
+        )
+        for handle in self._fences[effect.endpoint, effect.writer].handles:
+            try:
+                handle.kill()
+            except PermissionError as error:
+                # Its pages stay quarantined until somebody else ends it.
+                log.error("cannot kill process %d: %s", handle.pid, error)
+
+    def close(self) -> None:
+        """At exit."""
+        for channel in self._channels.values():
+            channel.close()
+        for endpoint, writer in list(self._fences):
+            self._close_fence(endpoint, writer)
+        self._receiver.close()

@@ -1,0 +1,168 @@
+"""What others see of a decode worker: registration, readiness, metrics, status. Reads only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, Protocol
+
+import msgspec
+
+from pdrt import __version__
+from pdrt.config import WorkerConfig
+from pdrt.decode.handover import Handover
+from pdrt.ids import Incarnation, short
+from pdrt.kv.pages import PageTable
+from pdrt.model.executor import Executor
+from pdrt.observe.counters import CounterBridge
+from pdrt.observe.metrics import Metrics
+from pdrt.observe.worker_http import WorkerHttp
+from pdrt.protocol.gateway_messages import Register, Role
+from pdrt.protocol.leases import Lease, LeaseState, LeaseTable
+from pdrt.protocol.messages import Fingerprint, Load
+from pdrt.scheduling.decode import DecodeScheduler
+from pdrt.transfer.gateway_link import GatewayLinks
+
+ROWS_MAX = 1000
+"""Leases and requests listed in a status; the rest is counted."""
+
+
+class Seen(Protocol):
+    """The parts of a decode worker that are shown."""
+
+    config: WorkerConfig
+    incarnation: Incarnation
+    executor: Executor
+    fingerprint: Fingerprint
+    pages: PageTable
+    metrics: Metrics
+    scheduler: DecodeScheduler
+    table: LeaseTable
+    handover: Handover
+    links: GatewayLinks
+    http: WorkerHttp
+
+    @property
+    def is_leaving(self) -> bool: ...
+
+
+class DecodeView:
+    """Everything that a decode worker says about itself."""
+
+    def __init__(self, worker: Seen) -> None:
+        self._worker = worker
+        self._bridge = CounterBridge()
+
+    def load(self) -> Load:
+        """How busy it is."""
+        worker = self._worker
+        return Load(
+            running=worker.scheduler.running,
+            queued=worker.scheduler.queued,
+            pages_free=worker.pages.free_count,
+            pages_total=worker.pages.total,
+        )
+
+    def reasons(self) -> list[str]:
+        """Why it is not ready; empty when it is."""
+        refusal = self._worker.table.refuses(time.monotonic())
+        reasons = [refusal] if refusal is not None else []
+        if not self._worker.table.usable_endpoints():
+            reasons.append("no prefill worker is paired")
+        return reasons
+
+    def refused_pairs(self) -> tuple[str, ...]:
+        """Prefill workers that it cannot be paired with, and why."""
+        peers = self._worker.table.pairing.peers.values()
+        return tuple(f"{p.endpoint}: {p.refusal}" for p in peers if p.refusal and p.is_wanted)
+
+    def register(self, seq: int) -> Register:
+        """What it tells its gateways."""
+        worker = self._worker
+        refusal = worker.table.refuses(time.monotonic())
+        limits = worker.config.scheduler
+        return Register(
+            role=Role.DECODE,
+            worker=worker.incarnation,
+            seq=seq,
+            endpoint=None,
+            fingerprint=worker.fingerprint,
+            max_model_len=worker.executor.identity.max_model_len,
+            requests_max=limits.queue_max + limits.max_num_seqs,
+            version=__version__,
+            metrics=worker.http.url + "/metrics",
+            healthy=refusal is None,
+            reasons=(refusal,) if refusal is not None else (),
+            draining=worker.is_leaving,
+            paired=tuple(worker.table.usable_endpoints()),
+            refused=self.refused_pairs(),
+            load=self.load(),
+        )
+
+    def render(self) -> bytes:
+        """Prometheus text."""
+        worker, metrics = self._worker, self._worker.metrics
+        metrics.set_pages({kind.value: n for kind, n in worker.pages.counts().items()})
+        states = Counter(lease.state for lease in worker.table.leases.values())
+        shown = (LeaseState.GRANTED, LeaseState.REVOKING)
+        metrics.set_leases({state.value: states[state] for state in shown})
+        metrics.set_quarantined_pages(worker.table.quarantined_pages(time.monotonic()))
+        metrics.set_queue(worker.scheduler.queued)
+        rejected = worker.handover.rejected + worker.links.rejected
+        stale = worker.table.stale + worker.links.stale
+        self._bridge.pass_on("rejected", rejected, metrics.count_rejected_frame)
+        self._bridge.pass_on("stale", stale, metrics.count_stale_message)
+        self._bridge.pass_on("fences", {"local": worker.table.fences}, metrics.count_fence)
+        return metrics.render()
+
+    def status(self) -> bytes:
+        """A JSON object for `/status`."""
+        worker = self._worker
+        now = time.monotonic()
+        leases = [_lease(lease, now) for lease in list(worker.table.leases.values())[:ROWS_MAX]]
+        quarantine_age = worker.config.protocol.quarantine_after_seconds
+        peers = worker.table.pairing.peers.values()
+        status: dict[str, Any] = {
+            "pages": {kind.value: n for kind, n in worker.pages.counts().items()},
+            "pages_total": worker.pages.total,
+            "leases": leases,
+            "leases_total": len(worker.table.leases),
+            "quarantined_pages": worker.table.quarantined_pages(now),
+            "quarantine": [
+                lease
+                for lease in leases
+                if lease["state"] == "revoking" and lease["age_seconds"] > quarantine_age
+            ],
+            "writers": [
+                {
+                    "endpoint": peer.endpoint,
+                    "worker": peer.writer and short(peer.writer),
+                    "generation": peer.newest_generation,
+                    "floor": peer.floor,
+                    "state": peer.state.value,
+                    "refusal": peer.refusal,
+                }
+                for peer in peers
+                if peer.is_connected
+            ],
+            "gateways": worker.links.gateways(),
+            "queued": worker.scheduler.queued,
+            "running": worker.scheduler.running,
+            "fences": worker.table.fences,
+            "stale_messages": dict(worker.table.stale + worker.links.stale),
+        }
+        return msgspec.json.encode(status)
+
+
+def _lease(lease: Lease, now: float) -> dict[str, Any]:
+    is_revoking = lease.state is LeaseState.REVOKING
+    return {
+        "room": str(lease.room),
+        "state": lease.state.value,
+        "age_seconds": round(now - (lease.revoking_at if is_revoking else lease.granted_at), 3),
+        "pages": len(lease.pages),
+        "reason": lease.reason.value if lease.reason is not None else None,
+        "writer": short(lease.writer),
+        "endpoint": lease.endpoint,
+        "generation": lease.generation,
+    }

@@ -1,0 +1,564 @@
+"""`pdrt decode`: leases pages, grants them to prefill workers, and generates.
+
+The one place where the decode side's pure parts meet: lease table, page table and scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from pdrt.config import WorkerConfig
+from pdrt.decode.handover import Handover, RoomEffect
+from pdrt.decode.view import DecodeView
+from pdrt.errors import PoolExhausted
+from pdrt.ids import Incarnation, RequestId, RoomId, new_incarnation, short
+from pdrt.kv.pages import Owner, OwnerKind, PageTable
+from pdrt.model.batch import Row
+from pdrt.model.executor import Executor
+from pdrt.observe.metrics import Metrics
+from pdrt.observe.worker_http import WorkerHttp
+from pdrt.protocol.effects import EndLease, FailRoom, LeaseReady, TakeFirstToken
+from pdrt.protocol.gateway_messages import (
+    Cancel,
+    Credit,
+    Finished,
+    FinishReason,
+    Inspect,
+    Report,
+    Submit,
+    Tokens,
+    Usage,
+)
+from pdrt.protocol.invariants import check_decode
+from pdrt.protocol.leases import DecodeWorkerInfo, GrantRequest, LeaseState, LeaseTable
+from pdrt.protocol.messages import Fingerprint, Reason
+from pdrt.scheduling.decode import (
+    DecodeRequest,
+    DecodeScheduler,
+    PoolView,
+    RequestState,
+    StepPlan,
+    StepRow,
+)
+from pdrt.transfer.gateway_link import GatewayLinks, Request
+from pdrt.transfer.local import LocalReceiver
+from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
+
+log = logging.getLogger(__name__)
+
+Announce = Callable[[dict[str, Any]], None]
+
+FINISH_BY_REASON = {
+    Reason.CLIENT_GONE: FinishReason.CANCELLED,
+    Reason.DEADLINE: FinishReason.DEADLINE,
+    Reason.REJECTED: FinishReason.REJECTED,
+}
+"""What the end of a room that cannot be retried means for its request; else FAILED."""
+CHECK_SECONDS = 5.0
+"""An idle worker checks all its invariants this often."""
+
+
+def run(config: WorkerConfig, announce: Announce) -> int:
+    """Load the model and serve until told to stop; the exit code.
+
+    Raises:
+        PdrtError: the configuration or the model cannot be used; says what to do.
+    """
+    executor = Executor.load(config.model, config.device, log.info)
+    try:
+        return uvloop.run(_serve(config, executor, announce))
+    finally:
+        executor.close()
+
+
+async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -> int:
+    worker = DecodeWorker(config, executor)
+    announce(worker.facts())
+    return (await worker.run()).value
+
+
+class DecodeWorker:
+    """All state of one decode worker. Everything runs on the loop but the forwards."""
+
+    def __init__(self, config: WorkerConfig, executor: Executor) -> None:
+        now = time.monotonic()
+        self.config = config
+        self.incarnation = new_incarnation()
+        self.executor = executor
+        self.pages = PageTable(executor.pages)
+        self.view = DecodeView(self)
+        self.metrics = Metrics("decode", short(self.incarnation))
+        identity = executor.identity
+        self.fingerprint = Fingerprint(identity.name, identity.digest, executor.layout)
+        self.scheduler = DecodeScheduler(
+            executor.layout,
+            identity.max_model_len,
+            config.scheduler.max_num_seqs,
+            config.scheduler.stream_tokens_max,
+            identity.eos_token_ids,
+        )
+        receiver = LocalReceiver(executor.pool)
+        quarantine = config.protocol.quarantine_pages_max or max(1, executor.pages // 4)
+        info = DecodeWorkerInfo(self.incarnation, self.fingerprint, 1, receiver.fence, quarantine)
+        self.table = LeaseTable(info, config.protocol, now)
+        self.loop = WorkerLoop(self._tick, self._leave)
+        self.handover = Handover(self.table, receiver, config.protocol, self.loop, self._apply_room)
+        self.links = GatewayLinks(
+            config.gateway,
+            self.incarnation,
+            config.protocol,
+            self.view.register,
+            now,
+        )
+        self.links.on_request = self._on_request
+        self.links.on_gateway_lost = self._on_gateway_lost
+        self.links.on_endpoints = self._on_endpoints
+        self.http = WorkerHttp(
+            config.host,
+            config.metrics_port,
+            self.view.render,
+            self.view.reasons,
+            self.view.status,
+        )
+        # Whose pages each lease holds; exactly the rooms of the lease table.
+        self._lease_pages: dict[RoomId, list[int]] = {}
+        # Which request a room serves; a room whose request has ended is not here.
+        self._request_of: dict[RoomId, RequestId] = {}
+        self._granted_at: dict[RoomId, float] = {}
+        self._work = asyncio.Event()
+        self._announced: object = None
+        self._leave_by: float | None = None
+        self._unpaired_since = now
+        self._checked_at = now
+        self._pool = PoolView(take=self._take_sequence_pages, free=self._free_sequence_pages)
+
+    def facts(self) -> dict[str, Any]:
+        """What is announced once this worker is up."""
+        return {
+            "role": "decode",
+            "incarnation": short(self.incarnation),
+            "metrics": self.http.url,
+            "pages": self.pages.total,
+        }
+
+    async def run(self) -> ExitCode:
+        """Serve until told to stop."""
+        try:
+            return await self.loop.run(self._compute(), self.http.run())
+        finally:
+            self.handover.close()
+            self.links.close()
+
+    # Requests
+
+    def _on_request(self, request: Request) -> None:
+        match request:
+            case Submit():
+                self._submit(request)
+            case Cancel():
+                self._cancel(request)
+            case Credit():
+                if known := self.scheduler.requests.get(request.request):
+                    known.tokens_taken = max(known.tokens_taken, request.tokens_taken)
+                    self._work.set()
+            case Inspect():
+                self._inspect(request)
+
+    def _submit(self, submit: Submit) -> None:
+        if submit.request in self.scheduler.requests:
+            self.table.stale["submit_again"] += 1
+            return
+        refused = self._refuse(submit)
+        if refused is not None:
+            reason, detail = refused
+            self.links.send(Finished(submit.request, self.incarnation, reason, detail=detail))
+            self.metrics.count_request(reason.value)
+            return
+        self.scheduler.submit(submit, time.monotonic())
+        self._admit()
+
+    def _refuse(self, submit: Submit) -> tuple[FinishReason, str] | None:
+        limit = self.executor.identity.max_model_len
+        length = len(submit.token_ids) + len(submit.output_token_ids)
+        vocabulary = self.executor.identity.vocab_size
+        if not submit.token_ids:
+            return FinishReason.REJECTED, "the prompt is empty"
+        if length >= limit:
+            return FinishReason.REJECTED, f"{length} tokens, {limit} is the model's limit"
+        if self.executor.layout.pages_for(length + 1) > self.pages.total:
+            return FinishReason.REJECTED, f"{length} tokens do not fit into the KV pool"
+        if not all(0 <= token < vocabulary for token in submit.token_ids):
+            return FinishReason.REJECTED, f"token ids must be below {vocabulary}"
+        if self._leave_by is not None:
+            return FinishReason.UNAVAILABLE, "this decode worker is leaving"
+        if self.scheduler.queued >= self.config.scheduler.queue_max:
+            return FinishReason.OVERLOADED, f"{self.scheduler.queued} requests are queued"
+        return None
+
+    def _cancel(self, cancel: Cancel) -> None:
+        request = self.scheduler.requests.get(cancel.request)
+        if request is None:
+            # It has ended already, or never came: either way this ends the gateway's asking.
+            self.links.send(Finished(cancel.request, self.incarnation, FinishReason.CANCELLED))
+            return
+        self._finish(request, FinishReason.CANCELLED, cancel.reason)
+
+    def _on_gateway_lost(self, gateway: Incarnation) -> None:
+        for request in list(self.scheduler.requests.values()):
+            if request.request.gateway == gateway:
+                self._finish(request, FinishReason.CANCELLED, "its gateway is lost")
+
+    def _on_endpoints(self) -> None:
+        now = time.monotonic()
+        listed = self.links.prefill_endpoints
+        for endpoint, peer in self.table.pairing.peers.items():
+            if peer.is_wanted and endpoint not in listed:
+                self.table.unwant(endpoint)
+        for endpoint in listed:
+            self.handover.apply(self.table.want(endpoint, now))
+
+    def _finish(self, request: DecodeRequest, reason: FinishReason, detail: str = "") -> None:
+        """End a request. During a step its pages stay until the step is over."""
+        if request.is_in_step:
+            request.ended = request.ended or reason
+            return
+        now = time.monotonic()
+        if request.room is not None:
+            self._detach(request.room, reason, now)
+        if request.pages:
+            self._free_sequence_pages(request.request, request.pages)
+            request.pages = []
+        self.scheduler.remove(request)
+        usage = Usage(request.prompt_tokens, request.output_tokens, request.cached_tokens)
+        self.links.send(
+            Finished(request.request, self.incarnation, reason, usage, detail, request.timings)
+        )
+        self._log_end(request, reason, detail, now)
+        self._admit()
+
+    def _detach(self, room: RoomId, reason: FinishReason, now: float) -> None:
+        """The room goes on without its request: revoked if it holds pages, else left to end."""
+        self._request_of.pop(room, None)
+        lease = self.table.leases.get(room)
+        if lease is None or lease.state is not LeaseState.GRANTED:
+            return
+        why = {
+            FinishReason.STOP: Reason.FINISHED,
+            FinishReason.LENGTH: Reason.FINISHED,
+            FinishReason.DEADLINE: Reason.DEADLINE,
+        }.get(reason, Reason.CLIENT_GONE)
+        if lease.pages or why is not Reason.FINISHED:
+            self.handover.apply(self.table.revoke(room, why, now))
+
+    def _log_end(
+        self, request: DecodeRequest, reason: FinishReason, detail: str, now: float
+    ) -> None:
+        self.metrics.count_request(reason.value)
+        for phase, seconds in request.timings.items():
+            self.metrics.observe_handover(phase, seconds)
+        log.info(
+            "request ended",
+            extra={
+                "request": request.request,
+                "outcome": reason.value,
+                "why": detail or "-",
+                "prompt": request.prompt_tokens,
+                "output": request.output_tokens,
+                "seconds": now - request.arrived_at,
+                **request.timings,
+            },
+        )
+
+    # Admission
+
+    def _admit(self) -> None:
+        """Open rooms for waiting requests, in order, while there are pages and a prefill worker."""
+        now = time.monotonic()
+        while (request := self.scheduler.head()) is not None:
+            endpoint = self._choose(request)
+            if endpoint is None or self.table.refuses(now) or self._leave_by is not None:
+                return
+            written, leased = self.scheduler.pages_wanted(request)
+            room = self.table.next_room()
+            # A page for each running sequence stays free, or growth would preempt at once.
+            if leased and self.pages.free_count - leased < self.scheduler.running:
+                return
+            try:
+                pages = self.pages.take(leased, Owner(OwnerKind.LEASE, room))
+            except PoolExhausted:
+                return
+            self._open_room(request, endpoint, pages, written)
+
+    def _open_room(
+        self, request: DecodeRequest, endpoint: str, pages: list[int], written: int
+    ) -> None:
+        room, now = self.table.next_room(), time.monotonic()
+        grant = GrantRequest(
+            pages=tuple(pages),
+            written_pages=written,
+            first_page=0,
+            token_ids=tuple(request.tokens),
+            output_tokens=request.output_tokens,
+            sampling=request.sampling,
+            seconds_max=request.deadline - now,
+        )
+        self._lease_pages[room] = pages
+        self._request_of[room] = request.request
+        self._granted_at[room] = now
+        self.scheduler.admitted(request, room, now)
+        self.handover.apply(self.table.grant(endpoint, grant, now))
+
+    def _choose(self, request: DecodeRequest) -> str | None:
+        usable = self.table.usable_endpoints()
+        preferred = [endpoint for endpoint in request.endpoints if endpoint in usable]
+        # After a failed room the next one goes elsewhere, if there is an elsewhere.
+        choices = preferred or usable
+        return choices[request.rooms_failed % len(choices)] if choices else None
+
+    # Rooms
+
+    def _apply_room(self, effect: RoomEffect) -> None:
+        match effect:
+            case TakeFirstToken():
+                self._take_first_token(effect)
+            case LeaseReady():
+                self._lease_ready(effect)
+            case FailRoom():
+                self._room_failed(effect)
+            case EndLease():
+                self._free_lease(effect.room)
+                self._admit()
+
+    def _request(self, room: RoomId) -> DecodeRequest | None:
+        name = self._request_of.get(room)
+        return self.scheduler.requests[name] if name is not None else None
+
+    def _take_first_token(self, effect: TakeFirstToken) -> None:
+        request = self._request(effect.room)
+        if request is None:
+            return
+        now = time.monotonic()
+        if not request.output_tokens:
+            self.metrics.observe_ttft(now - request.arrived_at)
+        self.scheduler.first_token(request, effect.first.cached_tokens, now)
+        self._take_token(request, effect.first.token, now)
+
+    def _take_token(self, request: DecodeRequest, token: int, now: float) -> None:
+        """One more output token: to the client at once."""
+        index = request.output_tokens
+        if index:
+            self.metrics.observe_itl(now - request.last_token_at)
+        request.last_token_at = now
+        reason = self.scheduler.take_token(request, token)
+        self.links.send(Tokens(request.request, self.incarnation, index, (token,)))
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _lease_ready(self, effect: LeaseReady) -> None:
+        request = self._request(effect.room)
+        if request is None:
+            # Ended with its first token; all its writes have settled.
+            self._free_lease(effect.room)
+            return
+        pages = self._lease_pages.pop(effect.room)
+        self.metrics.count_transfer("local", effect.bytes_written)
+        self._close_room(effect.room)
+        lease, sequence = self._owners(effect.room, request.request)
+        self.pages.pass_on(pages, lease, sequence)
+        self.scheduler.ready(request, pages, len(request.tokens) - 1, time.monotonic())
+        self._work.set()
+
+    def _room_failed(self, effect: FailRoom) -> None:
+        request = self._request(effect.room)
+        self._request_of.pop(effect.room, None)
+        if request is None:
+            return
+        now = time.monotonic()
+        log.warning(
+            "room failed",
+            extra={
+                "room": effect.room,
+                "request": request.request,
+                "reason": effect.reason.value,
+                "detail": effect.detail or "-",
+            },
+        )
+        request.rooms_failed += 1
+        if effect.retryable and request.rooms_failed < self.config.protocol.rooms_per_request_max:
+            self.metrics.count_recomputed_prompt_tokens(len(request.tokens))
+            self.scheduler.requeue(request, now)
+            asyncio.get_running_loop().call_soon(self._admit)
+            return
+        request.room = None
+        reason = FINISH_BY_REASON.get(effect.reason, FinishReason.FAILED)
+        self._finish(request, reason, effect.detail or f"hand-over failed: {effect.reason.value}")
+
+    def _free_lease(self, room: RoomId) -> None:
+        """The one place where leased pages become free: the lease is gone, and its pages quiet."""
+        pages = self._lease_pages.pop(room)
+        self._close_room(room)
+        self.pages.free(pages, Owner(OwnerKind.LEASE, room))
+
+    def _close_room(self, room: RoomId) -> None:
+        self._request_of.pop(room, None)
+        del self._granted_at[room]
+
+    @staticmethod
+    def _owners(room: RoomId, request: RequestId) -> tuple[Owner, Owner]:
+        return Owner(OwnerKind.LEASE, room), Owner(OwnerKind.SEQUENCE, request)
+
+    def _take_sequence_pages(self, request: RequestId, count: int) -> list[int]:
+        return self.pages.take(count, Owner(OwnerKind.SEQUENCE, request))
+
+    def _free_sequence_pages(self, request: RequestId, pages: list[int]) -> None:
+        self.pages.free(pages, Owner(OwnerKind.SEQUENCE, request))
+
+    # Steps
+
+    async def _compute(self) -> None:
+        while True:
+            plan = self.scheduler.plan(self._pool, time.monotonic())
+            for name in plan.preempted:
+                request = self.scheduler.requests[name]
+                self.metrics.count_preemption()
+                self.metrics.count_recomputed_prompt_tokens(len(request.tokens))
+                log.info("preempted", extra={"request": name, "tokens": len(request.tokens)})
+            if plan.preempted:
+                self._admit()
+            if plan.rows:
+                await self._step(plan)
+            else:
+                self._work.clear()
+                await self._work.wait()
+
+    async def _step(self, plan: StepPlan) -> None:
+        try:
+            result = await self.executor.step([self._row(row) for row in plan.rows])
+        except Exception as error:
+            log.exception("decode step failed")
+            self._step_failed(plan, repr(error))
+            return
+        now = time.monotonic()
+        for row, token in zip(plan.rows, result.tokens, strict=True):
+            request = self.scheduler.requests[row.request]
+            self.scheduler.stepped(request)
+            if request.ended is not None:
+                self._finish(request, request.ended)
+                continue
+            assert token is not None, row.request
+            self._take_token(request, token, now)
+
+    def _row(self, row: StepRow) -> Row:
+        request = self.scheduler.requests[row.request]
+        return Row(
+            token_ids=(row.token,),
+            start=row.position,
+            pages=row.pages,
+            sampling=request.sampling,
+            output_tokens=request.output_tokens,
+        )
+
+    def _step_failed(self, plan: StepPlan, detail: str) -> None:
+        """Nothing of this step counts; its sequences' KV is undefined."""
+        for row in plan.rows:
+            request = self.scheduler.requests[row.request]
+            self.scheduler.stepped(request)
+            self._finish(request, request.ended or FinishReason.FAILED, detail)
+
+    # Time, and the end
+
+    def _tick(self, now: float) -> None:
+        self.links.drain()
+        self.handover.drain()
+        self.table.set_load(self.view.load())
+        self.handover.apply(self.table.handle_timer(now))
+        for request in self.scheduler.overdue(now):
+            self._finish(request, FinishReason.DEADLINE, "its time is up")
+        self._give_up_unpaired(now)
+        self._admit()
+        self.links.handle_timer(now)
+        self._announce_changes(now)
+        if now - self._checked_at > CHECK_SECONDS and not self.scheduler.running:
+            self._checked_at = now
+            self.check()
+        if self._leave_by is not None:
+            self._leave_when_done(now)
+
+    def _give_up_unpaired(self, now: float) -> None:
+        """Without any prefill worker for a while, those who wait are told, not kept."""
+        if self.table.usable_endpoints():
+            self._unpaired_since = now
+        elif now - self._unpaired_since > self.config.protocol.silence_seconds:
+            for request in list(self.scheduler.requests.values()):
+                if request.state is RequestState.QUEUED:
+                    self._finish(request, FinishReason.UNAVAILABLE, "no prefill worker is paired")
+
+    def _leave(self) -> None:
+        now = time.monotonic()
+        log.info("leaving", extra={"requests": len(self.scheduler.requests)})
+        self._leave_by = now + self.config.shutdown_timeout
+        for request in list(self.scheduler.requests.values()):
+            if request.state is RequestState.QUEUED:
+                self._finish(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
+        self.links.announce(now)
+        self._leave_when_done(now)
+
+    def _leave_when_done(self, now: float) -> None:
+        assert self._leave_by is not None
+        if not self.scheduler.requests:
+            self.loop.end(ExitCode.STOPPED, "left")
+        elif now >= self._leave_by:
+            for request in list(self.scheduler.requests.values()):
+                request.is_in_step = False
+                self._finish(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
+            self.loop.end(ExitCode.STOPPED, "left; what was running goes on elsewhere")
+
+    # What others see
+
+    @property
+    def is_leaving(self) -> bool:
+        """It takes nothing new and finishes what it has."""
+        return self._leave_by is not None
+
+    def _announce_changes(self, now: float) -> None:
+        state = (
+            tuple(self.table.usable_endpoints()),
+            self.view.refused_pairs(),
+            self.table.refuses(now) is None,
+        )
+        if state != self._announced:
+            self._announced = state
+            self.links.announce(now)
+
+    def _inspect(self, inspect: Inspect) -> None:
+        broken: tuple[str, ...] = ()
+        if inspect.check:
+            try:
+                self.check()
+            except AssertionError as error:
+                broken = (f"{type(error).__name__}: {error}",)
+        self.links.report(
+            inspect.gateway,
+            Report(
+                worker=self.incarnation,
+                serial=inspect.serial,
+                metrics=self.view.render(),
+                status=self.view.status(),
+                broken=broken,
+            ),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where an invariant is broken."""
+        check_decode(self.table, self.pages)
+        self.scheduler.check()
+        assert self._lease_pages.keys() == self.table.leases.keys()
+        owned = {r.request: set(r.pages) for r in self.scheduler.requests.values() if r.pages}
+        found = {o.key: p for o, p in self.pages.pages_of(OwnerKind.SEQUENCE).items()}
+        assert owned == found, (owned, found)

@@ -1,0 +1,96 @@
+"""The frame that both roles run in: one event loop, one tick, signals, and one way to end.
+
+Every task lives in one TaskGroup. A broken invariant or an unexpected exception ends the worker:
+it says why and exits, and whoever supervises it starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from enum import Enum
+from typing import Any
+
+from pdrt.protocol.clock import TICK_SECONDS
+
+log = logging.getLogger(__name__)
+
+
+class ExitCode(Enum):
+    """Of a worker's process; 2 is a configuration error and comes from the command line."""
+
+    STOPPED = 0
+    BROKEN = 1
+    """An invariant or an unexpected exception."""
+    CANNOT_GO_ON = 3
+    """`EndWorker`, or full tables: a successor starts empty."""
+
+
+class WorkerLoop:
+    """Tasks, tick and end of one worker."""
+
+    def __init__(self, on_tick: Callable[[float], None], on_leave: Callable[[], None]) -> None:
+        """`on_tick(now)` every `TICK_SECONDS`; `on_leave()` at the first SIGTERM or SIGINT."""
+        self._on_tick = on_tick
+        self._on_leave = on_leave
+        self._loop = asyncio.get_running_loop()
+        self._group = asyncio.TaskGroup()
+        self._ended: asyncio.Future[ExitCode] = self._loop.create_future()
+        self._is_leaving = False
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `work` as a task of this worker."""
+        self._group.create_task(work, name=name)
+
+    def end(self, code: ExitCode, why: str) -> None:
+        """End the worker. The first reason counts."""
+        if self._ended.done():
+            return
+        level = logging.INFO if code is ExitCode.STOPPED else logging.ERROR
+        log.log(level, "worker ends", extra={"why": why})
+        self._ended.set_result(code)
+
+    async def run(self, *work: Coroutine[Any, Any, None]) -> ExitCode:
+        """Run until `end` is called or something breaks."""
+        self._loop.set_exception_handler(self._broken)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._leave)
+        try:
+            async with self._group:
+                ticking = self._group.create_task(self._tick(), name="tick")
+                tasks = [self._group.create_task(coroutine) for coroutine in work]
+                code = await self._ended
+                for task in (ticking, *tasks):
+                    task.cancel()
+                self._cancel_rest()
+            return code
+        except* Exception as errors:
+            for error in errors.exceptions:
+                log.error("worker broke", exc_info=error)
+        return ExitCode.BROKEN
+
+    def _cancel_rest(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def _leave(self) -> None:
+        if self._is_leaving:
+            self.end(ExitCode.STOPPED, "told twice to stop")
+            return
+        self._is_leaving = True
+        self._on_leave()
+
+    async def _tick(self) -> None:
+        while True:
+            self._on_tick(time.monotonic())
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception in a callback: nothing above it could handle it."""
+        error = context.get("exception")
+        log.error("worker broke: %s", context.get("message"), exc_info=error)
+        self.end(ExitCode.BROKEN, str(error or context.get("message")))
