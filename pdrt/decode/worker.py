@@ -14,16 +14,15 @@ from typing import Any
 import uvloop
 
 from pdrt.config import WorkerConfig
-from pdrt.decode.handover import Handover, RoomEffect
+from pdrt.decode.handover import Handover
+from pdrt.decode.rooms import RoomEvents, Rooms
 from pdrt.decode.view import DecodeView
-from pdrt.errors import PoolExhausted
-from pdrt.ids import Incarnation, RequestId, RoomId, new_incarnation, short
+from pdrt.ids import Incarnation, RequestId, new_incarnation, short
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
 from pdrt.observe.metrics import Metrics
 from pdrt.observe.worker_http import WorkerHttp
-from pdrt.protocol.effects import EndLease, FailRoom, LeaseReady, TakeFirstToken
 from pdrt.protocol.gateway_messages import (
     Cancel,
     Credit,
@@ -36,8 +35,8 @@ from pdrt.protocol.gateway_messages import (
     Usage,
 )
 from pdrt.protocol.invariants import check_decode
-from pdrt.protocol.leases import DecodeWorkerInfo, GrantRequest, LeaseState, LeaseTable
-from pdrt.protocol.messages import Fingerprint, Reason
+from pdrt.protocol.leases import DecodeWorkerInfo, LeaseTable
+from pdrt.protocol.messages import Fingerprint
 from pdrt.scheduling.decode import (
     DecodeRequest,
     DecodeScheduler,
@@ -54,12 +53,6 @@ log = logging.getLogger(__name__)
 
 Announce = Callable[[dict[str, Any]], None]
 
-FINISH_BY_REASON = {
-    Reason.CLIENT_GONE: FinishReason.CANCELLED,
-    Reason.DEADLINE: FinishReason.DEADLINE,
-    Reason.REJECTED: FinishReason.REJECTED,
-}
-"""What the end of a room that cannot be retried means for its request; else FAILED."""
 CHECK_SECONDS = 5.0
 """An idle worker checks all its invariants this often."""
 
@@ -108,7 +101,9 @@ class DecodeWorker:
         info = DecodeWorkerInfo(self.incarnation, self.fingerprint, 1, receiver.fence, quarantine)
         self.table = LeaseTable(info, config.protocol, now)
         self.loop = WorkerLoop(self._tick, self._leave)
-        self.handover = Handover(self.table, receiver, config.protocol, self.loop, self._apply_room)
+        self.rooms = Rooms(self.table, self.pages, self.scheduler, config.protocol, self.metrics)
+        self.handover = Handover(self.table, receiver, config.protocol, self.loop, self.rooms.apply)
+        self.rooms.attach(self.handover, RoomEvents(self._take_token, self._wake, self._finish))
         self.links = GatewayLinks(
             config.gateway,
             self.incarnation,
@@ -126,11 +121,6 @@ class DecodeWorker:
             self.view.reasons,
             self.view.status,
         )
-        # Whose pages each lease holds; exactly the rooms of the lease table.
-        self._lease_pages: dict[RoomId, list[int]] = {}
-        # Which request a room serves; a room whose request has ended is not here.
-        self._request_of: dict[RoomId, RequestId] = {}
-        self._granted_at: dict[RoomId, float] = {}
         self._work = asyncio.Event()
         self._announced: object = None
         self._leave_by: float | None = None
@@ -181,7 +171,7 @@ class DecodeWorker:
             self.metrics.count_request(reason.value)
             return
         self.scheduler.submit(submit, time.monotonic())
-        self._admit()
+        self.rooms.admit_soon()
 
     def _refuse(self, submit: Submit) -> tuple[FinishReason, str] | None:
         limit = self.executor.identity.max_model_len
@@ -230,7 +220,7 @@ class DecodeWorker:
             return
         now = time.monotonic()
         if request.room is not None:
-            self._detach(request.room, reason, now)
+            self.rooms.detach(request.room, reason)
         if request.pages:
             self._free_sequence_pages(request.request, request.pages)
             request.pages = []
@@ -240,21 +230,7 @@ class DecodeWorker:
             Finished(request.request, self.incarnation, reason, usage, detail, request.timings)
         )
         self._log_end(request, reason, detail, now)
-        self._admit()
-
-    def _detach(self, room: RoomId, reason: FinishReason, now: float) -> None:
-        """The room goes on without its request: revoked if it holds pages, else left to end."""
-        self._request_of.pop(room, None)
-        lease = self.table.leases.get(room)
-        if lease is None or lease.state is not LeaseState.GRANTED:
-            return
-        why = {
-            FinishReason.STOP: Reason.FINISHED,
-            FinishReason.LENGTH: Reason.FINISHED,
-            FinishReason.DEADLINE: Reason.DEADLINE,
-        }.get(reason, Reason.CLIENT_GONE)
-        if lease.pages or why is not Reason.FINISHED:
-            self.handover.apply(self.table.revoke(room, why, now))
+        self.rooms.admit_soon()
 
     def _log_end(
         self, request: DecodeRequest, reason: FinishReason, detail: str, now: float
@@ -275,80 +251,6 @@ class DecodeWorker:
             },
         )
 
-    # Admission
-
-    def _admit(self) -> None:
-        """Open rooms for waiting requests, in order, while there are pages and a prefill worker."""
-        now = time.monotonic()
-        while (request := self.scheduler.head()) is not None:
-            endpoint = self._choose(request)
-            if endpoint is None or self.table.refuses(now) or self._leave_by is not None:
-                return
-            written, leased = self.scheduler.pages_wanted(request)
-            room = self.table.next_room()
-            # A page for each running sequence stays free, or growth would preempt at once.
-            if leased and self.pages.free_count - leased < self.scheduler.running:
-                return
-            try:
-                pages = self.pages.take(leased, Owner(OwnerKind.LEASE, room))
-            except PoolExhausted:
-                return
-            self._open_room(request, endpoint, pages, written)
-
-    def _open_room(
-        self, request: DecodeRequest, endpoint: str, pages: list[int], written: int
-    ) -> None:
-        room, now = self.table.next_room(), time.monotonic()
-        grant = GrantRequest(
-            pages=tuple(pages),
-            written_pages=written,
-            first_page=0,
-            token_ids=tuple(request.tokens),
-            output_tokens=request.output_tokens,
-            sampling=request.sampling,
-            seconds_max=request.deadline - now,
-        )
-        self._lease_pages[room] = pages
-        self._request_of[room] = request.request
-        self._granted_at[room] = now
-        self.scheduler.admitted(request, room, now)
-        self.handover.apply(self.table.grant(endpoint, grant, now))
-
-    def _choose(self, request: DecodeRequest) -> str | None:
-        usable = self.table.usable_endpoints()
-        preferred = [endpoint for endpoint in request.endpoints if endpoint in usable]
-        # After a failed room the next one goes elsewhere, if there is an elsewhere.
-        choices = preferred or usable
-        return choices[request.rooms_failed % len(choices)] if choices else None
-
-    # Rooms
-
-    def _apply_room(self, effect: RoomEffect) -> None:
-        match effect:
-            case TakeFirstToken():
-                self._take_first_token(effect)
-            case LeaseReady():
-                self._lease_ready(effect)
-            case FailRoom():
-                self._room_failed(effect)
-            case EndLease():
-                self._free_lease(effect.room)
-                self._admit()
-
-    def _request(self, room: RoomId) -> DecodeRequest | None:
-        name = self._request_of.get(room)
-        return self.scheduler.requests[name] if name is not None else None
-
-    def _take_first_token(self, effect: TakeFirstToken) -> None:
-        request = self._request(effect.room)
-        if request is None:
-            return
-        now = time.monotonic()
-        if not request.output_tokens:
-            self.metrics.observe_ttft(now - request.arrived_at)
-        self.scheduler.first_token(request, effect.first.cached_tokens, now)
-        self._take_token(request, effect.first.token, now)
-
     def _take_token(self, request: DecodeRequest, token: int, now: float) -> None:
         """One more output token: to the client at once."""
         index = request.output_tokens
@@ -360,59 +262,6 @@ class DecodeWorker:
         if reason is not None:
             self._finish(request, reason)
 
-    def _lease_ready(self, effect: LeaseReady) -> None:
-        request = self._request(effect.room)
-        if request is None:
-            # Ended with its first token; all its writes have settled.
-            self._free_lease(effect.room)
-            return
-        pages = self._lease_pages.pop(effect.room)
-        self.metrics.count_transfer("local", effect.bytes_written)
-        self._close_room(effect.room)
-        lease, sequence = self._owners(effect.room, request.request)
-        self.pages.pass_on(pages, lease, sequence)
-        self.scheduler.ready(request, pages, len(request.tokens) - 1, time.monotonic())
-        self._work.set()
-
-    def _room_failed(self, effect: FailRoom) -> None:
-        request = self._request(effect.room)
-        self._request_of.pop(effect.room, None)
-        if request is None:
-            return
-        now = time.monotonic()
-        log.warning(
-            "room failed",
-            extra={
-                "room": effect.room,
-                "request": request.request,
-                "reason": effect.reason.value,
-                "detail": effect.detail or "-",
-            },
-        )
-        request.rooms_failed += 1
-        if effect.retryable and request.rooms_failed < self.config.protocol.rooms_per_request_max:
-            self.metrics.count_recomputed_prompt_tokens(len(request.tokens))
-            self.scheduler.requeue(request, now)
-            asyncio.get_running_loop().call_soon(self._admit)
-            return
-        request.room = None
-        reason = FINISH_BY_REASON.get(effect.reason, FinishReason.FAILED)
-        self._finish(request, reason, effect.detail or f"hand-over failed: {effect.reason.value}")
-
-    def _free_lease(self, room: RoomId) -> None:
-        """The one place where leased pages become free: the lease is gone, and its pages quiet."""
-        pages = self._lease_pages.pop(room)
-        self._close_room(room)
-        self.pages.free(pages, Owner(OwnerKind.LEASE, room))
-
-    def _close_room(self, room: RoomId) -> None:
-        self._request_of.pop(room, None)
-        del self._granted_at[room]
-
-    @staticmethod
-    def _owners(room: RoomId, request: RequestId) -> tuple[Owner, Owner]:
-        return Owner(OwnerKind.LEASE, room), Owner(OwnerKind.SEQUENCE, request)
-
     def _take_sequence_pages(self, request: RequestId, count: int) -> list[int]:
         return self.pages.take(count, Owner(OwnerKind.SEQUENCE, request))
 
@@ -420,6 +269,9 @@ class DecodeWorker:
         self.pages.free(pages, Owner(OwnerKind.SEQUENCE, request))
 
     # Steps
+
+    def _wake(self) -> None:
+        self._work.set()
 
     async def _compute(self) -> None:
         while True:
@@ -430,7 +282,7 @@ class DecodeWorker:
                 self.metrics.count_recomputed_prompt_tokens(len(request.tokens))
                 log.info("preempted", extra={"request": name, "tokens": len(request.tokens)})
             if plan.preempted:
-                self._admit()
+                self.rooms.admit_soon()
             if plan.rows:
                 await self._step(plan)
             else:
@@ -481,7 +333,7 @@ class DecodeWorker:
         for request in self.scheduler.overdue(now):
             self._finish(request, FinishReason.DEADLINE, "its time is up")
         self._give_up_unpaired(now)
-        self._admit()
+        self.rooms.admit_soon()
         self.links.handle_timer(now)
         self._announce_changes(now)
         if now - self._checked_at > CHECK_SECONDS and not self.scheduler.running:
@@ -503,6 +355,7 @@ class DecodeWorker:
         now = time.monotonic()
         log.info("leaving", extra={"requests": len(self.scheduler.requests)})
         self._leave_by = now + self.config.shutdown_timeout
+        self.rooms.is_admitting = False
         for request in list(self.scheduler.requests.values()):
             if request.state is RequestState.QUEUED:
                 self._finish(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
@@ -558,7 +411,7 @@ class DecodeWorker:
         """Raise AssertionError where an invariant is broken."""
         check_decode(self.table, self.pages)
         self.scheduler.check()
-        assert self._lease_pages.keys() == self.table.leases.keys()
+        self.rooms.check()
         owned = {r.request: set(r.pages) for r in self.scheduler.requests.values() if r.pages}
         found = {o.key: p for o, p in self.pages.pages_of(OwnerKind.SEQUENCE).items()}
         assert owned == found, (owned, found)

@@ -84,6 +84,8 @@ class Pairing:
         self._config = config
         # One counter for all endpoints: higher than any before on each of them.
         self._seq = 0
+        # The newest generation of any endpoint that has been forgotten.
+        self._forgotten_generation = 0
         self._silence: SilenceClock[str] = SilenceClock(
             config.silence_seconds, config.tick_late_seconds, now
         )
@@ -99,10 +101,13 @@ class Pairing:
         """Pair with whoever answers on `endpoint`. Idempotent; refused beyond the bound."""
         peer = self.peers.get(endpoint)
         if peer is None:
-            if len(self.peers) >= self._config.prefill_endpoints_max:
+            if not self._make_place():
                 self.stale["prefill_endpoints_max"] += 1
                 return []
             peer = self.peers[endpoint] = WriterPeer(endpoint)
+            # An endpoint that was forgotten and comes back never sees an old name again.
+            peer.newest_generation = self._forgotten_generation
+            peer.last_seq = self._seq
         peer.is_wanted = True
         if peer.is_connected:
             return [] if peer.generations else self._open_generation(peer, now)
@@ -111,6 +116,18 @@ class Pairing:
         if not peer.generations:
             effects += self._open_generation(peer, now)
         return effects
+
+    def _make_place(self) -> bool:
+        """Forget an endpoint that was let go, when there are too many."""
+        if len(self.peers) < self._config.prefill_endpoints_max:
+            return True
+        for endpoint, peer in self.peers.items():
+            if not peer.is_connected and not peer.generations:
+                newest = max(self._forgotten_generation, peer.newest_generation)
+                self._forgotten_generation = newest
+                del self.peers[endpoint]
+                return True
+        return False
 
     def unwant(self, endpoint: str) -> None:
         """No gateway lists it any more; it is let go once no lease and no fence needs it."""

@@ -81,8 +81,8 @@ class PairState(Enum):
 
 
 class WriterPeer:
-    """One prefill endpoint, as a decode worker sees it. Kept as long as the decode worker lives,
-    so that generations on this endpoint are never counted anew."""
+    """One prefill endpoint, as a decode worker sees it. Kept when it is let go, so that generations
+    on this endpoint are never counted anew."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
