@@ -299,15 +299,16 @@ class Pairing:
         """Judge silence, send heartbeats, bound what ranks may take. The caller has read
         everything inbound first."""
         effects: list[PairingEffect] = []
+        for peer in self.peers.values():
+            if now >= peer.hello_due and peer.is_connected:
+                effects += self._hello(peer, now)
+            effects += self._overdue(peer, now)
+        # Last, as a notice becomes `Revoke`s, whose seq is taken after that of the `Hello`s.
         for endpoint in self._silence.tick(now):
             peer = self.peers[endpoint]
             self._lose(peer, now)
             assert peer.writer is not None, endpoint
             effects.append(WriterLost(endpoint, peer.writer))
-        for peer in self.peers.values():
-            if now >= peer.hello_due and peer.is_connected:
-                effects += self._hello(peer, now)
-            effects += self._overdue(peer, now)
         return effects
 
     def _lose(self, peer: WriterPeer, now: float) -> None:
