@@ -200,6 +200,11 @@ class DecodePeers:
             return self._advance(peer, now)
         return [ReleaseSource(room), *self._advance(peer, now)]
 
+    def retained_rooms(self) -> set[RoomId]:
+        """Rooms that ended UNSETTLED and whose source pages stay until their engine is gone."""
+        engines = (engine for peer in self.known.values() for engine in peer.engines.values())
+        return {room for engine in engines for room in engine.retained}
+
     def _advance(self, peer: DecodePeer, now: float) -> list[PrefillEffect]:
         """Bring engine instances to what the newest `Hello` asks for, and answer it when they
         are. Idempotent."""
