@@ -39,12 +39,13 @@ class EngineState(Enum):
 class EngineInstance:
     """One generation's engine instance on every rank."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, deadline: float) -> None:
         self.state = EngineState.OPENING
         self.waiting = set(range(ranks))
         """Ranks that have not confirmed the step under way."""
-        self.deadline = float("inf")
-        """Of CLOSING: an instance that cannot be destroyed ends the worker."""
+        self.deadline = deadline
+        """Of the step under way. An instance that cannot be opened counts as refused, one that
+        cannot be destroyed ends the worker."""
         self.refusal = ""
         self.is_tainted = False
         """It answered UNSETTLED: no new writes, and what it read stays until it is destroyed."""
@@ -223,16 +224,17 @@ class DecodePeers:
                 engine.deadline = now + self._config.retire_seconds_max
                 effects.append(CloseEngine(peer.incarnation, number))
         if not peer.is_lost:
-            effects += self._open_or_answer(peer, hello)
+            effects += self._open_or_answer(peer, hello, now)
         return effects
 
-    def _open_or_answer(self, peer: DecodePeer, hello: Hello) -> list[PrefillEffect]:
+    def _open_or_answer(self, peer: DecodePeer, hello: Hello, now: float) -> list[PrefillEffect]:
         generation = hello.generation
         if generation <= peer.unsettled_generation:
             return self._answer(peer, hello, 0, None)
         engine = peer.engines.get(generation)
         if engine is None and not peer.is_answered:
-            peer.engines[generation] = EngineInstance(len(self._worker.ranks))
+            deadline = now + self._config.retire_seconds_max
+            peer.engines[generation] = EngineInstance(len(self._worker.ranks), deadline)
             return [OpenEngine(peer.incarnation, generation, hello.segments)]
         if engine is not None and engine.state is EngineState.OPEN:
             return self._answer(peer, hello, generation, None)
@@ -278,10 +280,21 @@ class DecodePeers:
             peer.is_lost = True
             effects += self._advance(peer, now)
         for peer in self.known.values():
-            for number, engine in peer.engines.items():
-                if engine.state is EngineState.CLOSING and now > engine.deadline:
-                    effects.append(EndWorker(f"engine of generation {number} cannot be destroyed"))
+            for number, engine in list(peer.engines.items()):
+                if now > engine.deadline:
+                    effects += self._overdue(peer, number, engine, now)
         return lost, effects
+
+    def _overdue(
+        self, peer: DecodePeer, number: int, engine: EngineInstance, now: float
+    ) -> list[PrefillEffect]:
+        ranks = sorted(engine.waiting)
+        if engine.state is EngineState.OPENING:
+            why = f"ranks {ranks} did not open their engines in time"
+            return self.engine_refused(peer.incarnation, number, why, now)
+        if engine.state is EngineState.CLOSING:
+            return [EndWorker(f"ranks {ranks} cannot destroy the engine of generation {number}")]
+        return []
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""

@@ -80,7 +80,9 @@ TRANSITIONS: dict[tuple[WriterState, WriterEvent], WriterState] = {
     (WriterState.OPEN, WriterEvent.SETTLED): WriterState.OPEN,
     (WriterState.OPEN, WriterEvent.CLOSED): WriterState.CLOSING,
     (WriterState.OPEN, WriterEvent.DRAINED): WriterState.GONE,
-    # A forward that was running when the room closed ends, and its pages are not written.
+    # The leader may have planned a forward before it heard that the room closed here: it runs on
+    # every rank or on none. What it fills is not written.
+    (WriterState.CLOSING, WriterEvent.FORWARD_STARTED): WriterState.CLOSING,
     (WriterState.CLOSING, WriterEvent.FORWARD_ENDED): WriterState.CLOSING,
     (WriterState.CLOSING, WriterEvent.PAGES_FINISHED): WriterState.CLOSING,
     (WriterState.CLOSING, WriterEvent.FINISHED): WriterState.CLOSING,

@@ -1,0 +1,215 @@
+"""A decode worker: the product's `LeaseTable`, and adapters made of chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from pdrt.ids import Incarnation, RoomId
+from pdrt.kv.pages import PageTable
+from pdrt.protocol.effects import (
+    CloseFence,
+    CloseSegment,
+    Connect,
+    Disconnect,
+    EndLease,
+    EndWorker,
+    FailRoom,
+    KillWriter,
+    LeaseReady,
+    OpenFence,
+    OpenSegment,
+    SendToPrefill,
+    TakeFirstToken,
+)
+from pdrt.protocol.invariants import check_decode
+from pdrt.protocol.leases import DecodeWorkerInfo, LeaseState, LeaseTable
+from pdrt.protocol.messages import PrefillToDecode, Reason, Segment
+from tests.sim.cache import PrefixCache
+from tests.sim.core import Kind, Violation
+from tests.sim.jobs import Job, Scheduler
+from tests.sim.network import Connection
+from tests.sim.plan import CONFIG, EngineKind
+from tests.sim.process import Process, Rank
+from tests.sim.requests import Request
+
+if TYPE_CHECKING:
+    from tests.sim.world import DecodeSlot, World
+
+
+class DecodeRank(Rank):
+    """One rank: the segments through which its pool can be reached."""
+
+    worker: DecodeWorker
+
+    def segment_name(self, endpoint: str, generation: int) -> str:
+        return f"{self.worker.incarnation:x}/{self.index}/{endpoint}/{generation}"
+
+    def open_segment(self, endpoint: str, generation: int) -> None:
+        world = self.worker.world
+        name = self.segment_name(endpoint, generation)
+        world.fabric.register(name, self)
+        segment = Segment(self.index, world.plan.engine.value, name.encode())
+        world.sim.after(
+            0.005, self.answer, self.worker.segment_opened, endpoint, generation, segment
+        )
+
+    def close_segment(self, endpoint: str, generation: int) -> None:
+        """Tear down: what is in the network may land until it is done."""
+        sim = self.worker.world.sim
+        is_tcp = self.worker.world.plan.engine is EngineKind.TCP
+        seconds = 0.001 if is_tcp else 0.005 + sim.rng.random() * 0.3
+        sim.after(seconds, self.post, self.segment_gone, endpoint, generation)
+
+    def segment_gone(self, endpoint: str, generation: int) -> None:
+        self.worker.world.fabric.tear_down(self.segment_name(endpoint, generation))
+        self.confirm(endpoint, generation)
+
+    def confirm(self, endpoint: str, generation: int) -> None:
+        self.answer(self.worker.segment_closed, endpoint, generation, self.index)
+
+
+class DecodeWorker(Process):
+    """The leader."""
+
+    def __init__(self, world: World, slot: DecodeSlot, incarnation: Incarnation) -> None:
+        plan = world.plan
+        self.slot = slot.name
+        super().__init__(world, f"{slot.name}.{slot.lives}", incarnation, plan.decode_ranks)
+        info = DecodeWorkerInfo(
+            incarnation,
+            world.fingerprint,
+            plan.decode_ranks,
+            plan.engine.fence,
+            max(plan.decode_pages // 2, 1),
+        )
+        self.table = LeaseTable(info, CONFIG, world.sim.now)
+        self.pages = PageTable(plan.decode_pages)
+        heads = max(plan.kv_heads // plan.decode_ranks, 1)
+        self.content = [
+            [[0] * heads for _ in range(plan.decode_pages)] for _ in range(plan.decode_ranks)
+        ]
+        self.cache = PrefixCache(self.pages)
+        self.connections: dict[str, Connection] = {}
+        self.scheduler = Scheduler(self)
+        self.last_seq: dict[str, int] = {}
+        self.fences_open: dict[Incarnation, str] = {}
+
+    def make_rank(self, index: int) -> Rank:
+        return DecodeRank(self, index)
+
+    # Events
+
+    def receive(self, endpoint: str, message: PrefillToDecode) -> Iterable[Any]:
+        if endpoint not in self.connections:
+            return []
+        self.world.sim.say(self.name, "<- %s", message)
+        return self.table.receive(endpoint, message, self.world.sim.now)
+
+    def want(self, endpoint: str) -> Iterable[Any]:
+        return self.table.want(endpoint, self.world.sim.now)
+
+    def unwant(self, endpoint: str) -> None:
+        self.table.unwant(endpoint)
+
+    def segment_opened(self, endpoint: str, generation: int, segment: Segment) -> Iterable[Any]:
+        return self.table.segment_opened(
+            endpoint, generation, segment.rank, segment, self.world.sim.now
+        )
+
+    def segment_closed(self, endpoint: str, generation: int, rank: int) -> Iterable[Any]:
+        return self.table.segment_closed(endpoint, generation, rank, self.world.sim.now)
+
+    def writer_dead(self, endpoint: str, writer: Incarnation) -> Iterable[Any]:
+        if self.fences_open.get(writer) != endpoint:
+            return []
+        return self.table.writer_dead(endpoint, writer, self.world.sim.now)
+
+    def make_job(self, request: Request) -> Job:
+        return Job(request, self)
+
+    def submit(self, job: Job) -> None:
+        self.scheduler.submit(job)
+
+    def cancel(self, job: Job) -> Iterable[Any]:
+        return self.scheduler.cancel(job, Reason.CLIENT_GONE)
+
+    def revoke(self, room: RoomId, reason: Reason) -> Iterable[Any]:
+        if room not in self.table.leases:
+            return []
+        return self.table.revoke(room, reason, self.world.sim.now)
+
+    def handle_timer(self, now: float) -> Iterable[Any]:
+        for rank in self.ranks[1:]:
+            if not rank.is_hung:
+                self.table.rank_heard(rank.index, now)
+        effects = [*self.table.handle_timer(now), *self.scheduler.expire(now)]
+        return [*effects, *self.scheduler.admit()]
+
+    # Effects
+
+    def apply(self, effect: Any) -> None:
+        sim, scheduler = self.world.sim, self.scheduler
+        match effect:
+            case SendToPrefill(endpoint, message):
+                sim.say(self.name, "-> %s: %s", endpoint, message)
+                if message.seq <= self.last_seq.get(endpoint, 0):
+                    raise Violation(Kind.INVARIANT, f"{self.name}: seq {message.seq} sent late")
+                self.last_seq[endpoint] = message.seq
+                self.world.network.to_prefill(self, endpoint, message)
+            case TakeFirstToken(room, first):
+                scheduler.first_token(room, first.token)
+            case LeaseReady(room):
+                scheduler.ready(room)
+            case FailRoom(room, reason, retryable):
+                sim.say(self.name, "room %s fails: %s", room, reason)
+                scheduler.room_failed(room, reason, retryable)
+            case EndLease(room):
+                sim.say(self.name, "lease %s ends", room)
+                scheduler.free_lease(room)
+            case _:
+                self.apply_pairing(effect)
+
+    def apply_pairing(self, effect: Any) -> None:
+        match effect:
+            case Connect(endpoint):
+                self.connections[endpoint] = Connection()
+            case Disconnect(endpoint):
+                self.world.sim.say(self.name, "disconnects from %s", endpoint)
+                del self.connections[endpoint]
+            case OpenSegment(endpoint, generation):
+                self.world.sim.say(self.name, "opens %s generation %s", endpoint, generation)
+                for rank in self.ranks:
+                    rank.send(rank.open_segment, endpoint, generation)
+            case CloseSegment(endpoint, generation):
+                self.world.sim.say(self.name, "closes %s generation %s", endpoint, generation)
+                for rank in self.ranks:
+                    rank.send(rank.close_segment, endpoint, generation)
+            case OpenFence(endpoint, writer):
+                self.open_fence(endpoint, writer)
+            case CloseFence(_, writer):
+                self.fences_open.pop(writer, None)
+            case KillWriter(_, writer, why):
+                self.world.kill(writer, why)
+            case EndWorker(why):
+                self.die(why)
+            case _:
+                raise AssertionError(effect)
+
+    def open_fence(self, endpoint: str, writer: Incarnation) -> None:
+        """pidfds for `local`, nothing for the others. The answer belongs to this effect: one
+        that was overtaken by `CloseFence` is never given."""
+        if self.world.plan.engine is EngineKind.LOCAL and not self.world.is_alive(writer):
+            self.post(self.table.fence_refused, endpoint, writer, "its processes are gone")
+            return
+        self.fences_open[writer] = endpoint
+        self.post(self.table.fence_opened, endpoint, writer)
+
+    def check(self) -> None:
+        self.table.check()
+        self.pages.check()
+        check_decode(self.table, self.pages)
+        for room, lease in self.table.leases.items():
+            job = self.scheduler.jobs.get(room)
+            if lease.state is LeaseState.REVOKING and job is not None and job.room == room:
+                raise Violation(Kind.LIVENESS, f"{self.name}: a client waits for {room} to drain")
