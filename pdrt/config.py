@@ -50,7 +50,10 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
         Count | None, _doc("quarantined pages at which admission stops; a quarter of the pool")
     ] = None
     request_timeout_seconds: Annotated[Seconds, _doc("longest life of a request")] = 600.0
-    rooms_per_request_max: Annotated[Count, _doc("rooms one request may use, retries included")] = 3
+    rooms_per_request_max: Annotated[Count, _doc("rooms of one request that may fail")] = 3
+    unpaired_seconds_max: Annotated[
+        Seconds, _doc("how long accepted requests wait for a prefill worker when none is left")
+    ] = 30.0
     rooms_max: Annotated[Count, _doc("rooms alive per worker")] = 4096
     inbox_max: Annotated[Count, _doc("events waiting in one room's inbox")] = 64
     frame_bytes_max: Annotated[Count, _doc("largest frame accepted")] = 16 * 1024 * 1024

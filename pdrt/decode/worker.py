@@ -346,7 +346,7 @@ class DecodeWorker:
         """Without any prefill worker for a while, those who wait are told, not kept."""
         if self.table.usable_endpoints():
             self._unpaired_since = now
-        elif now - self._unpaired_since > self.config.protocol.silence_seconds:
+        elif now - self._unpaired_since > self.config.protocol.unpaired_seconds_max:
             for request in list(self.scheduler.requests.values()):
                 if request.state is RequestState.QUEUED:
                     self._finish(request, FinishReason.UNAVAILABLE, "no prefill worker is paired")
