@@ -253,22 +253,22 @@ class Pairing:
 
     def fence_opened(self, endpoint: str, writer: Incarnation) -> None:
         """The means to fence this writer are in hand."""
-        peer = self.peers[endpoint]
-        if peer.fences.get(writer) is FenceState.OPENING:
+        peer = self.peers.get(endpoint)
+        if peer and peer.fences.get(writer) is FenceState.OPENING:
             peer.fences[writer] = FenceState.HELD
 
     def fence_refused(self, endpoint: str, writer: Incarnation, why: str) -> None:
         """They cannot be had, so this writer is never granted anything."""
-        peer = self.peers[endpoint]
-        if peer.fences.get(writer) is FenceState.OPENING:
+        peer = self.peers.get(endpoint)
+        if peer and peer.fences.get(writer) is FenceState.OPENING:
             peer.fences[writer] = FenceState.REFUSED
             if peer.writer == writer:
                 peer.refusal = why
 
     def writer_dead(self, endpoint: str, writer: Incarnation, now: float) -> list[PairingEffect]:
         """Every process of this writer is gone."""
-        peer = self.peers[endpoint]
-        if writer not in peer.fences:
+        peer = self.peers.get(endpoint)
+        if peer is None or writer not in peer.fences:
             return []
         peer.fences[writer] = FenceState.DEAD
         if peer.writer == writer:
