@@ -23,7 +23,7 @@ from pdrt.cli.load import (
     layer_from_flags,
     nearest,
 )
-from pdrt.cli.options import Option, flag_of, options_of
+from pdrt.cli.options import Option, bare_type, flag_of, options_of
 from pdrt.config import GatewayConfig, UpConfig, WorkerConfig
 from pdrt.errors import ConfigError
 
@@ -121,12 +121,15 @@ def role_parser(command: str, config_type: type[msgspec.Struct]) -> Parser:
     for option in options_of(config_type).values():
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
+        form: dict[str, Any] = {"action": "append" if option.repeats else "store"}
+        if bare_type(option.type) is bool:  # `--flag` alone means true
+            form |= {"nargs": "?", "const": "true"}
         groups[option.group].add_argument(
             *(flag_of(name) for name in option.names),
             dest=option.key,
-            action="append" if option.repeats else "store",
             metavar=option.metavar,
             help=_help(option),
+            **form,
         )
     return parser
 

@@ -98,10 +98,11 @@ def render(document: Record, console: Console) -> None:
 
 
 def _workers_table(workers: Sequence[Record]) -> Table:
-    table = _table("workers", "role", "worker", "endpoint", "state", "running", "queued", "rooms")
+    table = _table(
+        "workers", "role", "worker", "endpoint", "state", "running", "queued", "rooms", "leases", ""
+    )
     for worker in workers:
         load = _record(worker, "status")
-        rooms = _items(load, "rooms")
         state = _text(worker.get("state"))
         table.add_row(
             _text(worker.get("role")),
@@ -110,7 +111,9 @@ def _workers_table(workers: Sequence[Record]) -> Table:
             Text(state, style="green" if state == "live" else "red"),
             _text(load.get("running")),
             _text(load.get("queued")),
-            str(len(rooms)) if "rooms" in load else "-",
+            _text(_count(load, "rooms") if worker.get("role") == "prefill" else None),
+            _text(_count(load, "leases") if worker.get("role") == "decode" else None),
+            Text("; ".join(_text(reason) for reason in _items(worker, "reasons")), style="red"),
         )
     return table
 
@@ -134,7 +137,7 @@ def _pages_table(workers: Sequence[Record]) -> Table:
 
 def _pairs_table(workers: Sequence[Record]) -> Table:
     """Each decode worker with the prefill workers that write into it."""
-    table = _table("pairs", "decode", "prefill", "endpoint", "generation", "state")
+    table = _table("pairs", "decode", "prefill", "endpoint", "generation", "state", "")
     for worker, writer in _entries(workers, "writers"):
         table.add_row(
             _identity(worker),
@@ -142,6 +145,7 @@ def _pairs_table(workers: Sequence[Record]) -> Table:
             _text(writer.get("endpoint")),
             _text(writer.get("generation")),
             _text(writer.get("state")),
+            Text(_text(writer.get("refusal") or ""), style="red"),
         )
     return table
 
@@ -192,6 +196,12 @@ def _entries(workers: Sequence[Record], key: str) -> list[tuple[Record, Record]]
     return found
 
 
+def _count(load: Record, key: str) -> Any:
+    """How many there are; the list itself may be cut."""
+    total = load.get(f"{key}_total")
+    return len(_items(load, key)) if total is None and key in load else total
+
+
 def _record(document: Record, key: str) -> Record:
     value = document.get(key)
     return value if isinstance(value, Mapping) else {}
@@ -207,7 +217,7 @@ def _identity(worker: Record) -> str:
 
 
 def _short(key: str, value: Any) -> str:
-    return _text(value)[:8] if key == "incarnation" else _text(value)
+    return _text(value)[:8] if key in ("incarnation", "digest") else _text(value)
 
 
 def _text(value: Any) -> str:

@@ -135,6 +135,17 @@ def test_command_lines_that_are_no_flags() -> None:
         load("--port")
 
 
+def test_a_boolean_flag_may_stand_alone() -> None:
+    class Switch(msgspec.Struct, frozen=True):
+        verbose: bool = False
+
+    for arguments, value in ([], False), (["--verbose"], True), (["--verbose", "false"], False):
+        assert parse_request("x", Switch, arguments, {}).config.verbose is value
+    assert parse_request("x", Switch, ["--verbose=1"], {}).config.verbose is True
+    with pytest.raises(ConfigError, match="--verbose: 'maybe' is not true or false"):
+        parse_request("x", Switch, ["--verbose", "maybe"], {})
+
+
 @pytest.mark.parametrize(("role", "config_type"), ROLES)
 def test_every_option_has_help_flag_and_variable(
     role: str, config_type: type[msgspec.Struct]

@@ -45,7 +45,13 @@ DOCUMENT: dict[str, Any] = {
                 "running": 12,
             },
         },
-        {"role": "prefill", "worker": "f2f2f2f2bbbbbbbb", "state": "lost"},
+        {
+            "role": "prefill",
+            "worker": "f2f2f2f2bbbbbbbb",
+            "state": "lost",
+            "reasons": ["silent too long"],
+            "status": {"rooms": [LEASE], "rooms_total": 4321},
+        },
     ],
 }
 
@@ -65,7 +71,8 @@ def test_everything_that_matters_is_shown() -> None:
         "incarnation 00112233 ",
         "d1d1d1d1",
         "tcp://127.0.0.1:5001",
-        "lost",
+        "silent too long",
+        "4321",
         "90",
         "f2f2f2f2",
         "granted",
