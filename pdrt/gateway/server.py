@@ -26,9 +26,9 @@ log = logging.getLogger("pdrt.gateway")
 
 Announce = Callable[[dict[str, Any]], None]
 
-SEND_BUFFER_BYTES = 256 * 1024
-"""Of each client's connection. The kernel would let it grow to megabytes, tens of thousands of
-tokens that nobody has read and that look taken."""
+SEND_BUFFER_BYTES = 64 * 1024
+"""Of each client's connection. The kernel would let it grow to megabytes: tens of thousands of
+tokens that nobody has read and that look taken. A stream needs a few KB per second."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients and proxies keep idle connections: they close them, not we, so that no
 request meets a closing one."""
@@ -66,18 +66,26 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
 class _Stop:
     """SIGTERM and SIGINT: the first asks for a graceful stop, the second for a quick one."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.is_urgent = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.ask)
+        self._loop = asyncio.get_running_loop()
+        for number in _STOP_SIGNALS:
+            self._loop.add_signal_handler(number, self.ask)
 
     def ask(self) -> None:
         self.is_urgent = self.asked.is_set()
         self.asked.set()
+
+    def close(self) -> None:
+        for number in _STOP_SIGNALS:
+            self._loop.remove_signal_handler(number)
 
 
 async def serve(
@@ -120,6 +128,7 @@ async def serve(
             await http
             ticking.cancel()
     finally:
+        stop.close()
         channel.close()
         model.close()
     return 0

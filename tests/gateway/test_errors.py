@@ -1,0 +1,278 @@
+"""What clients are refused, and how: always an OpenAI error body, never a 500 for their fault."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from pdrt.gateway.errors import ApiError
+from pdrt.gateway.schema import OFF, parse_chat, parse_completion
+from pdrt.protocol.gateway_messages import FinishReason, Role
+from tests.gateway.conftest import Deploy, Deployment, eventually
+from tests.gateway.stand_in import begins, says
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokns": 3}, "max_tokns"),
+        ({"max_tokens": "3"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**40}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+        ({"max_completion_tokens": 600}, "max_completion_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 0.5}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"min_tokens": 10**6}, "messages"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "messages[0].content[0].text",
+        ),
+        ({"model": 1}, "model"),
+    ],
+)
+async def test_a_bad_field_is_named(
+    deployment: Deployment, fields: dict[str, Any], param: str
+) -> None:
+    response = await deployment.http.post("/v1/chat/completions", json={**CHAT, **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert error["type"] == "invalid_request_error" and error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"nonsense",
+        b"[]",
+        b"null",
+        b'{"model": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"model": "\xff"}',
+        b'{"model": "\xed\xa0\x80"}',
+        b'{"model": "\\ud800"}',
+        b'{"model": "\\udc00\\ud800"}',
+        b'{"model": "tiny", "messages": ' + b"[" * 100_000,
+        b'{"model": "tiny", "tools": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"model": "tiny", "x": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}",
+        b'{"seed": ' + b"9" * 100_000 + b"}",
+        b'{"\\u0000": 1}',
+        b'{"' + b"x" * 100_000 + b'": 1}',
+    ],
+)
+@pytest.mark.parametrize("parse", [parse_chat, parse_completion])
+def test_no_body_is_more_than_a_400(parse: Any, body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    assert caught.value.status == 400
+    assert len(caught.value.body) < 1000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (["a", "b"], "Several prompts"),
+        ([[1], [2]], "Several prompts"),
+        ([1, "a"], "Several prompts"),
+        ([1, 2.5], "token ids"),
+        ([1, True], "token ids"),
+        ([10**6], "from 0 to"),
+        ([-1], "from 0 to"),
+        ([], "at least one token"),
+        ("", "at least one token"),
+        ({}, "Expected"),
+        (None, "Expected"),
+    ],
+)
+async def test_bad_prompts(deployment: Deployment, prompt: Any, words: str) -> None:
+    response = await deployment.http.post(
+        "/v1/completions", json={"model": "tiny", "prompt": prompt}
+    )
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "prompt"
+    assert words in error["message"]
+
+
+def test_every_field_that_is_off_may_be_given() -> None:
+    for name, values in OFF.items():
+        for value in (*values, None):
+            parse_chat(msgspec.json.encode({**CHAT, name: value}))
+
+
+async def test_over_long_prompts(deployment: Deployment) -> None:
+    await deployment.pair()
+    for prompt, tokens in (("x" * 513, 1), ("x" * 500, 13), ("x" * 500_000, 1)):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await deployment.client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=tokens
+            )
+        assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        await deployment.chat("x" * 512)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+async def test_a_missing_or_wrong_key(deployment: Deployment) -> None:
+    for header in ({"authorization": "Bearer no"}, {"authorization": ""}, {"authorization": "é"}):
+        raw = {k: v.encode("latin-1") for k, v in header.items()}
+        for path in ("/v1/models", "/status", "/debug/check", "/nowhere"):
+            response = await deployment.http.get(path, headers=raw)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        for path in ("/health", "/metrics"):
+            assert (await deployment.http.get(path, headers=raw)).status_code == 200
+    assert (await deployment.http.get("/v1/models")).status_code == 200
+
+
+async def test_another_model(deployment: Deployment) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await deployment.client.completions.create(model="other", prompt="x")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        await deployment.client.models.retrieve("other")
+
+
+async def test_unknown_paths_and_methods(deployment: Deployment) -> None:
+    response = await deployment.http.get("/v2/x")
+    assert response.status_code == 404 and "/v2/x" in response.json()["error"]["message"]
+    response = await deployment.http.get("/v1/completions")
+    assert response.status_code == 405 and response.json()["error"]["message"]
+
+
+async def test_a_body_over_the_limit(deploy: Deploy) -> None:
+    async with deploy(body_bytes_max=1000) as deployment:
+        response = await deployment.http.post("/v1/completions", content=b"x" * 1001)
+        assert response.status_code == 413
+
+        async def chunks() -> Any:
+            for _ in range(20):
+                yield b"x" * 100
+
+        response = await deployment.http.post("/v1/completions", content=chunks())
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_no_workers(deployment: Deployment) -> None:
+    with pytest.raises(openai.InternalServerError) as caught:
+        await deployment.chat()
+    assert caught.value.status_code == 503
+    assert "no decode worker" in caught.value.message
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
+async def test_too_many_requests(deploy: Deploy) -> None:
+    async with deploy(requests_max=2) as deployment:
+        _, decode = await deployment.pair()
+        running = [asyncio.create_task(deployment.chat()) for _ in range(2)]
+        await eventually(lambda: len(decode.submits) == 2, "two requests run")
+        with pytest.raises(openai.RateLimitError) as caught:
+            await deployment.chat()
+        assert caught.value.response.headers["retry-after"] == "1"
+        for submit in decode.submits:
+            says(decode, deployment.ids("a"))(submit)
+        await asyncio.gather(*running)
+        decode.on_submit = says(decode, deployment.ids("a"))
+        await deployment.chat()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        (FinishReason.REJECTED, 400),
+        (FinishReason.OVERLOADED, 429),
+        (FinishReason.FAILED, 500),
+        (FinishReason.UNAVAILABLE, 503),
+        (FinishReason.DEADLINE, 504),
+    ],
+)
+async def test_what_workers_answer(
+    deployment: Deployment, reason: FinishReason, status: int, is_stream: bool
+) -> None:
+    _, decode = await deployment.pair()
+    decode.on_submit = lambda submit: decode.finish(submit.request, reason, detail="because")
+    with pytest.raises(openai.APIStatusError, match="because") as caught:
+        await deployment.chat(stream=is_stream)
+    assert caught.value.status_code == status
+
+
+async def test_an_error_in_mid_stream_is_an_event_and_no_finish(deployment: Deployment) -> None:
+    _, decode = await deployment.pair()
+
+    def fail(submit: Any) -> None:
+        begins(decode, deployment.ids("abc"), 2)(submit)
+        decode.finish(submit.request, FinishReason.FAILED, detail="broken")
+
+    decode.on_submit = fail
+    body = {**CHAT, "stream": True}
+    response = await deployment.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    assert "event: error\ndata: " in response.text and "broken" in response.text
+    assert "[DONE]" not in response.text and '"finish_reason":"' not in response.text
+    with pytest.raises(openai.APIError, match="broken"):
+        async for _ in await deployment.chat(stream=True):
+            pass
+
+
+async def test_the_clients_own_deadline(deployment: Deployment) -> None:
+    _, decode = await deployment.pair()
+    with pytest.raises(openai.InternalServerError) as caught:
+        await deployment.chat(extra_headers={"X-Request-Timeout": "0.2"})
+    assert caught.value.status_code == 504
+    await eventually(lambda: decode.cancels, "cancelled upstream")
+    for wrong in ("0", "-1", "nan", "soon"):
+        with pytest.raises(openai.BadRequestError):
+            await deployment.chat(extra_headers={"X-Request-Timeout": wrong})
+
+
+async def test_a_worker_of_another_model_is_not_used(deployment: Deployment) -> None:
+    deployment.stand_in(Role.PREFILL, "d2")
+    decode = deployment.stand_in(Role.DECODE, "d2")
+    await deployment.known(decode)
+    with pytest.raises(openai.InternalServerError, match="model digest d2, the gateway's is d1"):
+        await deployment.chat()

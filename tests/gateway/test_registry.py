@@ -1,0 +1,165 @@
+"""Traces of the registry: what workers say, what they are told, who may serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from pdrt.config import ProtocolConfig
+from pdrt.gateway import registry as registry_module
+from pdrt.gateway.registry import Registry, WorkerEvent, WorkerState
+from pdrt.ids import Incarnation
+from pdrt.protocol.messages import Load
+from tests.gateway.workers import DIGEST, GATEWAY, decode, endpoint, fingerprint, prefill
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    made = Registry(GATEWAY, (DIGEST,), ProtocolConfig(), workers_max=4, now=0.0)
+    yield made
+    made.check_invariants()
+
+
+def tick_until(registry: Registry, start: float, end: float) -> list[Incarnation]:
+    """Punctual ticks; the workers lost on the way."""
+    lost = []
+    now = start
+    while now < end:
+        now += 0.1
+        lost += registry.on_tick(now)
+    return lost
+
+
+def test_a_decode_worker_is_told_the_prefill_workers_of_its_fingerprint(
+    registry: Registry,
+) -> None:
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(prefill(2, fingerprint=fingerprint(page_size=32)), 0.0)
+    registry.on_register(prefill(3, healthy=False), 0.0)
+    reply = registry.on_register(decode(9), 0.0)
+    assert reply is not None
+    assert (reply.worker, reply.seq, reply.refusal) == (9, 1, None)
+    assert reply.prefill_endpoints == (endpoint(1),)
+
+
+def test_a_draining_prefill_worker_is_no_longer_named(registry: Registry) -> None:
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(prefill(1, seq=2, draining=True), 0.0)
+    reply = registry.on_register(decode(9), 0.0)
+    assert reply is not None and reply.prefill_endpoints == ()
+
+
+def test_an_old_message_changes_nothing_and_is_counted(registry: Registry) -> None:
+    registry.on_register(decode(9, seq=5, load=Load(running=1)), 0.0)
+    assert registry.on_register(decode(9, seq=5, draining=True), 0.1) is None
+    assert registry.on_register(decode(9, seq=4, draining=True), 0.1) is None
+    worker = registry.workers[Incarnation(9)]
+    assert worker.state is WorkerState.LIVE and worker.register.load.running == 1
+    assert registry.stale == {"register seq": 2}
+
+
+def test_silence_makes_a_worker_lost_and_a_register_brings_it_back(registry: Registry) -> None:
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(decode(9, pairs=(1,)), 0.0)
+    assert registry.readiness() == (True, [])
+    for step in range(60):
+        registry.heard(Incarnation(9), step / 10)
+        lost = registry.on_tick(step / 10)
+        assert lost in ([], [1])
+    assert registry.workers[Incarnation(1)].state is WorkerState.LOST
+    assert registry.readiness() == (False, ["no prefill worker"])
+    registry.heard(Incarnation(1), 6.0)
+    assert registry.workers[Incarnation(1)].state is WorkerState.LOST
+    registry.on_register(prefill(1, seq=2), 6.1)
+    assert registry.readiness() == (True, [])
+
+
+def test_whoever_was_asleep_accuses_nobody(registry: Registry) -> None:
+    registry.on_register(decode(9), 0.0)
+    assert registry.on_tick(0.1) == []
+    assert registry.on_tick(100.0) == []
+    assert tick_until(registry, 100.0, 104.9) == []
+    assert tick_until(registry, 104.9, 105.2) == [9]
+
+
+def test_a_full_table_refuses_in_words_but_lost_workers_make_room(registry: Registry) -> None:
+    for worker in range(1, 5):
+        registry.on_register(prefill(worker), 0.0)
+    reply = registry.on_register(prefill(5), 0.0)
+    assert reply is not None and reply.refusal is not None and "4 workers" in reply.refusal
+    assert sorted(tick_until(registry, 0.0, 5.2)) == [1, 2, 3, 4]
+    reply = registry.on_register(prefill(5), 5.3)
+    assert reply is not None and reply.refusal is None
+    assert len(registry.workers) == 4
+
+
+def test_lost_workers_are_forgotten_in_the_end(registry: Registry) -> None:
+    registry.on_register(decode(9), 0.0)
+    tick_until(registry, 0.0, 5.2)
+    assert Incarnation(9) in registry.workers
+    tick_until(registry, 5.2, 6 + registry_module.LOST_KEPT_SECONDS)
+    assert registry.workers == {}
+
+
+def test_another_protocol_version_is_refused(registry: Registry) -> None:
+    old = msgspec.structs.replace(fingerprint(), protocol_version=0)
+    reply = registry.on_register(decode(9, fingerprint=old), 0.0)
+    assert reply is not None and reply.refusal is not None and "version 0" in reply.refusal
+    assert registry.workers == {}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reasons"),
+    [
+        ([], ["no prefill worker", "no decode worker"]),
+        ([prefill(1)], ["no decode worker"]),
+        ([decode(9)], ["no prefill worker"]),
+        (
+            [prefill(1), decode(9)],
+            [
+                "prefill 0000000000000001 and decode 0000000000000009: handshake not finished",
+            ],
+        ),
+        (
+            [prefill(1), decode(9, pairs=(1,), fingerprint=fingerprint(page_size=32))],
+            [
+                "prefill 0000000000000001 and decode 0000000000000009 cannot be paired: "
+                "page_size: 16 != 32",
+            ],
+        ),
+        (
+            [prefill(1), decode(9, pairs=(1,), healthy=False, reasons=("quarantine full",))],
+            ["decode 0000000000000009: quarantine full"],
+        ),
+        ([prefill(1), decode(9, pairs=(1,), draining=True)], ["decode 0000000000000009: draining"]),
+        (
+            [prefill(1), decode(9, refused=("tcp://h:1: layers: 3 != 4",))],
+            ["decode 0000000000000009: tcp://h:1: layers: 3 != 4"],
+        ),
+        (
+            [
+                prefill(1, fingerprint=fingerprint(digest="other")),
+                decode(9, pairs=(1,), fingerprint=fingerprint(digest="other")),
+            ],
+            [
+                "prefill 0000000000000001: model digest other, the gateway's is d1",
+                "decode 0000000000000009: model digest other, the gateway's is d1",
+            ],
+        ),
+        ([prefill(1), decode(9, pairs=(1,))], []),
+        (
+            [prefill(1), decode(8, healthy=False), decode(9, pairs=(1,))],
+            [],
+        ),
+    ],
+)
+def test_readiness_says_why_not(registry: Registry, messages: list, reasons: list[str]) -> None:
+    for message in messages:
+        registry.on_register(message, 0.0)
+    assert registry.readiness() == (not reasons, reasons)
+
+
+def test_an_unlisted_event_raises_and_changes_nothing() -> None:
+    assert (WorkerState.LOST, WorkerEvent.SILENT) not in registry_module.TRANSITIONS
