@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
+from msgspec import Meta
 
-Incarnation = NewType("Incarnation", int)
+# A frame that names another number does not decode: every incarnation has a routing id.
+Incarnation = NewType("Incarnation", Annotated[int, Meta(ge=1)])
 """One life of one worker or gateway: 64 random bits from the OS, drawn by its leader at start."""
 
 INCARNATION_BYTES = 8

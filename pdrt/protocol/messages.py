@@ -7,14 +7,18 @@ by whoever received it; it changes nothing.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.layout import KvLayout
 from pdrt.sampling import Sampling
 
 PROTOCOL_VERSION = 1
+Natural = Annotated[int, Meta(ge=0)]
+"""A count, an index or a page; a frame with a negative one does not decode."""
 
 
 class Outcome(Enum):
@@ -145,14 +149,14 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     writer: Incarnation
     seq: int
     generation: int
-    pages: tuple[int, ...]
+    pages: tuple[Natural, ...]
     """Destination pages of the whole prompt from `first_page` on; none for a request that needs
     none."""
-    first_page: int
+    first_page: Natural
     """Index, in the prompt, of the first page wanted: the decode side holds those before it."""
-    token_ids: tuple[int, ...]
+    token_ids: tuple[Natural, ...]
     """Prompt, then the output tokens that exist already."""
-    output_tokens: int
+    output_tokens: Natural
     """How many of `token_ids` are output."""
     sampling: Sampling
     seconds_max: float
