@@ -133,6 +133,18 @@ def test_close_waits_for_what_is_outstanding_and_submits_nothing_more(
     assert writer.forward_ended() == [report(Outcome.ENDED, Reason.CLIENT_GONE, 2)]
 
 
+def test_forward_planned_before_the_close_was_heard_is_waited_for_and_writes_nothing(
+    writers: list[RoomWriter],
+) -> None:
+    writer = make(writers)
+    writer.pages_finished(SOURCES, 1)
+    writer.close(Reason.CLIENT_GONE)
+    assert writer.forward_started() == []
+    assert writer.pages_finished(SOURCES, 2) == []
+    assert writer.settled(1, WriteOutcome.COMPLETED) == []
+    assert writer.forward_ended() == [report(Outcome.ENDED, Reason.CLIENT_GONE, 1)]
+
+
 def test_the_first_reason_stays(writers: list[RoomWriter]) -> None:
     writer = make(writers)
     writer.pages_finished(SOURCES, 2)
@@ -241,7 +253,7 @@ class RoomWriterMachine(RuleBasedStateMachine):
     def is_alive(self) -> bool:
         return not self.ended
 
-    @precondition(lambda self: self.is_alive() and not self.closed and not self.finished)
+    @precondition(lambda self: self.is_alive() and not self.finished)
     @rule()
     def forward(self) -> None:
         self.forwards += 1

@@ -108,13 +108,3 @@ def test_every_event_after_the_report_raises_and_changes_nothing(event: Any) -> 
     with pytest.raises(AssertionError):
         event(writer)
     assert vars(writer) == before
-
-
-def test_no_forward_starts_in_a_closing_room() -> None:
-    writer = RoomWriter(RoomId(DECODE, 1), {0: 4}, (1, 2), 0)
-    writer.forward_started()
-    writer.close(Reason.CLIENT_GONE)
-    before = deepcopy(vars(writer))
-    with pytest.raises(AssertionError):
-        writer.forward_started()
-    assert vars(writer) == before
