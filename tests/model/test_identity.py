@@ -1,0 +1,82 @@
+"""Identities: equal for equal models, different for anything that changes an answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdrt.errors import ModelError
+from pdrt.model.identity import read_identity
+from tests.model.conftest import TinyModel
+from tests.model.tiny import EOS_ID
+
+
+@pytest.fixture
+def directory(tmp_path: Path, tiny_model: TinyModel) -> Path:
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "tiny"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_what_it_says(directory: Path) -> None:
+    identity = read_identity(directory)
+    assert identity.name == "tiny"
+    assert identity.max_model_len == 512
+    assert identity.eos_token_ids == (EOS_ID,)
+    assert identity.architecture == "LlamaForCausalLM"
+    assert len(identity.digest) == 32
+
+
+def test_digest_ignores_who_wrote_the_files(directory: Path) -> None:
+    before = read_identity(directory).digest
+    edit(directory / "config.json", transformers_version="9.9", _name_or_path="elsewhere")
+    assert read_identity(directory).digest == before
+
+
+def test_digest_covers_configuration_tokenizer_weights_and_format(directory: Path) -> None:
+    digests = [read_identity(directory).digest, read_identity(directory, "dummy").digest]
+    edit(directory / "config.json", rms_norm_eps=0.5)
+    digests.append(read_identity(directory).digest)
+    edit(directory / "tokenizer_config.json", added=True)
+    digests.append(read_identity(directory).digest)
+    weights = directory / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    # The same shapes, other numbers: a fine-tune.
+    content[-1] ^= 1 if len(content) < 4096 else 0
+    content[-(len(content) // 2)] ^= 1
+    content[int.from_bytes(content[:8], "little") + 8] ^= 1
+    weights.write_bytes(content)
+    digests.append(read_identity(directory).digest)
+    assert len(set(digests)) == len(digests)
+
+
+def test_generation_config_names_the_ends(directory: Path) -> None:
+    edit(directory / "generation_config.json", eos_token_id=[2, 5])
+    assert read_identity(directory).eos_token_ids == (2, 5)
+    (directory / "generation_config.json").unlink()
+    assert read_identity(directory).eos_token_ids == (EOS_ID,)
+
+
+def test_broken_files_are_named(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a safetensors"):
+        read_identity(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_identity(directory)
+
+
+def test_reading_an_identity_imports_no_torch(directory: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from pdrt.model.identity import read_identity; "
+        "import pdrt.model.fetch; read_identity(Path(sys.argv[1])); "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(directory)], check=True)

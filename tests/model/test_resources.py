@@ -1,0 +1,132 @@
+"""Cores, threads, dtype, device and pool size: the pure decisions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdrt.config import DeviceConfig, ModelConfig
+from pdrt.errors import ConfigError
+from pdrt.kv.layout import KvLayout
+from pdrt.model import resources
+from pdrt.model.identity import ModelIdentity
+from pdrt.model.placement import CPU_RESERVE_BYTES, limit_identity, pool_pages, select_device
+from pdrt.model.resources import ComputePlan, choose_dtype, parse_id_list, usable_cpus
+
+LAYOUT = KvLayout(page_size=16, kv_heads=2, layers=4, head_dim=64, dtype="float32")
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("0", (0,)), ("2-5", (2, 3, 4, 5)), ("0,2", (0, 2)), ("3,1-2, 2", (1, 2, 3))],
+)
+def test_id_lists(text: str, ids: tuple[int, ...]) -> None:
+    assert parse_id_list(text, "--cpus") == ids
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "5-2", "0,,1", "1-2-3"])
+def test_bad_id_lists_name_the_flag(text: str) -> None:
+    with pytest.raises(ConfigError, match="--cpus"):
+        parse_id_list(text, "--cpus")
+
+
+@pytest.mark.parametrize(
+    ("quota", "device", "plan"),
+    [
+        (None, DeviceConfig(), ComputePlan((0, 1, 2, 3), 4)),
+        (2.5, DeviceConfig(), ComputePlan((0, 1, 2, 3), 2)),
+        (0.5, DeviceConfig(), ComputePlan((0, 1, 2, 3), 1)),
+        (None, DeviceConfig(cpus="1,3"), ComputePlan((1, 3), 2)),
+        (None, DeviceConfig(cpus="1,3", threads=1), ComputePlan((1, 3), 1)),
+        (None, DeviceConfig(cpus="1", threads=8), ComputePlan((1,), 1)),
+        (3.0, DeviceConfig(threads=8), ComputePlan((0, 1, 2, 3), 3)),
+    ],
+)
+def test_usable_cpus(quota: float | None, device: DeviceConfig, plan: ComputePlan) -> None:
+    assert usable_cpus({0, 1, 2, 3}, quota, device) == plan
+
+
+def test_unusable_cores_and_threads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="core 7 is not usable"):
+        usable_cpus({0, 1}, None, DeviceConfig(cpus="1,7"))
+    with pytest.raises(ConfigError, match="--threads 0"):
+        usable_cpus({0, 1}, None, DeviceConfig(threads=0))
+
+
+@pytest.mark.parametrize(
+    ("requested", "checkpoint", "kind", "flags", "dtype"),
+    [
+        ("auto", "bfloat16", "cpu", {"avx2"}, "float32"),
+        ("auto", "bfloat16", "cpu", {"avx512f"}, "float32"),
+        ("auto", "bfloat16", "cpu", {"avx512_bf16"}, "bfloat16"),
+        ("auto", "bfloat16", "cpu", {"bf16"}, "bfloat16"),
+        ("auto", "float16", "cpu", {"avx512_bf16"}, "float32"),
+        ("auto", "float32", "cpu", {"avx512_bf16"}, "float32"),
+        ("auto", "float64", "cpu", set(), "float32"),
+        ("auto", "float16", "cuda", set(), "float16"),
+        ("bfloat16", "float32", "cpu", set(), "bfloat16"),
+    ],
+)
+def test_dtype_rule(
+    requested: str, checkpoint: str, kind: str, flags: set[str], dtype: str
+) -> None:
+    assert choose_dtype(requested, checkpoint, kind, flags) == dtype
+
+
+def test_the_machine_can_be_read() -> None:
+    assert resources.available_memory_bytes() > 0
+    quota = resources.cpu_quota()
+    assert quota is None or quota > 0
+    assert isinstance(resources.cpu_flags(), frozenset)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", [DeviceConfig(gpus="0"), DeviceConfig(device="cuda")])
+def test_gpus_without_cuda_name_the_way_out(device: DeviceConfig) -> None:
+    with pytest.raises(ConfigError, match="--device cpu"):
+        select_device(device)
+
+
+@pytest.mark.parametrize(
+    "device", [DeviceConfig(gpus="0-3"), DeviceConfig(tensor_parallel_size=2, device="cpu")]
+)
+def test_several_devices_are_refused(device: DeviceConfig) -> None:
+    with pytest.raises(ConfigError, match="until tensor parallelism lands"):
+        select_device(device)
+
+
+def test_cpu_is_selected() -> None:
+    assert select_device(DeviceConfig(device="cpu")) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="contradict"):
+        select_device(DeviceConfig(device="cpu", gpus="0"))
+
+
+def test_pool_defaults() -> None:
+    page = LAYOUT.page_bytes
+    assert pool_pages(LAYOUT, 64, None, "cpu", 64 * 2**30) == 2**30 // page
+    assert pool_pages(LAYOUT, 64, None, "cuda", 10 * 2**30) == 10 * 2**30 // page
+    assert pool_pages(LAYOUT, 64, 3 * MIB, "cpu", 64 * 2**30) == 3 * MIB // page
+    # Less memory than the default: what there is; a longer sequence than the default: its size.
+    assert pool_pages(LAYOUT, 64, None, "cpu", CPU_RESERVE_BYTES + 5 * MIB) == 5 * MIB // page
+    long = 2 * 2**30 // page * 16
+    assert pool_pages(LAYOUT, long, None, "cpu", 64 * 2**30) == long // 16
+
+
+def test_pools_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="smaller --max-model-len"):
+        pool_pages(LAYOUT, 8192, 1 * MIB, "cpu", 64 * 2**30)
+    with pytest.raises(ConfigError, match="smaller --max-model-len"):
+        pool_pages(LAYOUT, 8192, None, "cpu", CPU_RESERVE_BYTES + MIB)
+    with pytest.raises(ConfigError, match="smaller --kv-cache-memory-bytes"):
+        pool_pages(LAYOUT, 64, 2**40, "cpu", 2**30)
+
+
+def test_the_identity_takes_name_and_length_from_the_configuration() -> None:
+    identity = ModelIdentity("tiny", "d", 512, 100, (2,), "LlamaForCausalLM")
+    limited = limit_identity(identity, ModelConfig(max_model_len=64, served_model_name="mine"))
+    assert (limited.name, limited.max_model_len, limited.digest) == ("mine", 64, "d")
+    assert limit_identity(identity, ModelConfig()) == identity
+    for length in (0, 513):
+        with pytest.raises(ConfigError, match="--max-model-len"):
+            limit_identity(identity, ModelConfig(max_model_len=length))
