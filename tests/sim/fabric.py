@@ -11,16 +11,18 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from pdrt.ids import RoomId
 from pdrt.kv.pages import CACHE, Owner, OwnerKind
-from pdrt.protocol.room_writer import WriteOutcome
+from pdrt.protocol.room_writer import RoomWriter, WriteOutcome
 from tests.sim.core import Kind, Violation
-from tests.sim.plan import CONFIG, EngineKind
+from tests.sim.plan import CONFIG, EngineKind, FaultRates
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank
     from tests.sim.prefill import PrefillRank
     from tests.sim.world import World
+
+
+CRAWL_SECONDS = 1.2
 
 
 class Heads:
@@ -65,25 +67,36 @@ class Raw(Enum):
     """Proves nothing."""
 
 
+class Fate(Enum):
+    """What a directed schedule says of a write, instead of chance."""
+
+    SUCCEEDS = "succeeds"
+    FAILS = "fails"
+    ERRORS_LATE = "errors_late"
+    HANGS = "hangs"
+    CRAWLS = "crawls"
+
+
 class InFlight:
     """One write accepted by one engine instance."""
 
     def __init__(
         self,
         instance: EngineInstance,
-        room: RoomId,
+        writer: RoomWriter,
+        write_id: int,
         heads: Heads,
         pages: list[tuple[int, int, int]],
-        settled: Callable[[WriteOutcome], None],
     ) -> None:
         self.instance = instance
-        self.room = room
+        self.writer = writer
+        self.write_id = write_id
+        self.room = writer.room
         self.heads = heads
         self.pages = pages
         """(source page, what it held at submission, target page)."""
         self.is_answered = False
         self.landed: set[int] = set()
-        self._settled = settled
 
     def read(self, part: int, network_seconds: float) -> None:
         """Take one page from the sender's memory; it lands later, whoever lives by then."""
@@ -93,9 +106,8 @@ class InFlight:
             return
         source, expected, _ = self.pages[part]
         owner = prefill.pages.owner(source)
-        mine = Owner(OwnerKind.ROOM, self.room)
-        is_held = owner is CACHE and mine in prefill.pages._holders[source]
-        if (owner != mine and not is_held) or prefill.content[source] != expected:
+        is_ours = owner is CACHE or owner == Owner(OwnerKind.ROOM, self.room)
+        if not is_ours or prefill.content[source] != expected:
             raise Violation(
                 Kind.SOURCE, f"{prefill.name}: write of {self.room} reads page {source} of {owner}"
             )
@@ -136,7 +148,8 @@ class InFlight:
             or owner != Owner(OwnerKind.LEASE, self.room)
         ):
             raise Violation(
-                Kind.DESTINATION, f"{decode.name}: write of {self.room} lands on {target} of {owner}"
+                Kind.DESTINATION,
+                f"{decode.name}: write of {self.room} lands on {target} of {owner}",
             )
         page = decode.content[rank.index][target]
         for head in range(self.heads.target, self.heads.target + self.heads.count):
@@ -148,7 +161,8 @@ class InFlight:
         if self.is_answered or self.instance.is_destroyed:
             return
         self.is_answered = True
-        self._settled(outcome_of(raw))
+        self.instance.writes.remove(self)
+        self.instance.rank.settled(self.writer, self.write_id, outcome_of(raw))
 
     def expire(self) -> None:
         """The adapter's bound on a write without progress."""
@@ -177,32 +191,41 @@ class EngineInstance:
         self.generation = generation
         self.segments = segments
         self.is_destroyed = False
-        self.is_broken = False
-        """It answered with an error: takes nothing new."""
+        self.writes: list[InFlight] = []
+        """Accepted and not answered."""
 
     def submit(self, write: InFlight) -> None:
         """Accept a write. What becomes of it is drawn here."""
         sim, rates = self.fabric.world.sim, self.fabric.world.plan.rates
         if not self.fabric.world.network.is_faulty:
             rates = self.fabric.world.healed_rates
-        if self.is_broken:
-            sim.after(0.001, self._post, write.answer, Raw.REFUSED)
-            return
         start = sim.rng.random() * 0.01
         if sim.chance(rates.write_slow):
             start += sim.rng.random() * 0.6
         sim.after(CONFIG.write_seconds_max, self._post, write.expire)
-        draw = sim.rng.random()
+        self.writes.append(write)
+        self._draw_fate(rates)(write, start)
+
+    def _draw_fate(self, rates: FaultRates) -> Callable[[InFlight, float], None]:
+        world = self.fabric.world
+        if world.fates:
+            return {
+                Fate.SUCCEEDS: self._succeeds,
+                Fate.FAILS: self._fails,
+                Fate.ERRORS_LATE: self._errors_late,
+                Fate.HANGS: self._hangs,
+                Fate.CRAWLS: self._crawls,
+            }[world.fates.popleft()]
+        draw = world.sim.rng.random()
         for fate, rate in (
             (self._fails, rates.write_fails),
             (self._errors_late, rates.write_errors_late),
             (self._hangs, rates.write_hangs),
         ):
             if draw < rate:
-                fate(write, start)
-                return
+                return fate
             draw -= rate
-        self._succeeds(write, start)
+        return self._succeeds
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
         self.rank.post(call, *arguments)
@@ -229,6 +252,12 @@ class EngineInstance:
         for part in range(sim.rng.randint(0, len(write.pages) - 1)):
             sim.after(start, write.read, part, 0.002)
         sim.after(start + 0.01, self._post, write.answer, Raw.REFUSED)
+
+    def _crawls(self, write: InFlight, start: float) -> None:
+        """Read now, in the network for a while, acknowledged then."""
+        for part in range(len(write.pages)):
+            self.fabric.world.sim.after(start, write.read, part, CRAWL_SECONDS)
+        self.fabric.world.sim.after(CRAWL_SECONDS + 0.1, self._post, self._finish, write)
 
     def _errors_late(self, write: InFlight, start: float) -> None:
         sim = self.fabric.world.sim

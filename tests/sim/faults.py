@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdrt.protocol.messages import Reason
+from tests.sim.decode import DecodeWorker
 from tests.sim.plan import CONFIG, FAULTS_UNTIL_SECONDS, PAGE_SIZE
 from tests.sim.requests import Request
 from tests.sim.world import World
@@ -49,6 +50,7 @@ def add_faults(world: World) -> None:
         stall,
         backlog,
         hang_rank,
+        kill_rank,
         partition,
         partition,
         reconnect,
@@ -133,11 +135,20 @@ def hang_rank(world: World) -> None:
                 world.sim.after(world.sim.rng.random() * 2.0, rank.wake)
 
 
+def kill_rank(world: World) -> None:
+    """A worker lives and dies as one."""
+    if processes := world.processes():
+        process = world.sim.rng.choice(processes)
+        process.rank_died(world.sim.rng.choice(process.ranks))
+
+
 def partition(world: World) -> None:
     """One way or both, between one pair or from one slot to all."""
     rng = world.sim.rng
     decode = rng.choice(world.decode_slots).name
-    for endpoint in rng.choice((list(world.prefill_slots), [rng.choice(list(world.prefill_slots))])):
+    for endpoint in rng.choice(
+        (list(world.prefill_slots), [rng.choice(list(world.prefill_slots))])
+    ):
         seconds = rng.random() * 5.0
         ways = rng.choice((1, 2, 3))
         if ways & 1:
@@ -194,6 +205,10 @@ def flap(world: World) -> None:
     endpoint = world.sim.rng.choice(list(world.prefill_slots))
     for decode in world.decodes.values():
         decode.post(decode.unwant, endpoint)
-        if not world.prefill_slots[endpoint].is_gone:
-            seconds = world.sim.rng.random() ** 2 * CONFIG.silence_seconds
-            world.sim.after(seconds, decode.post, decode.want, endpoint)
+        seconds = world.sim.rng.random() ** 2 * CONFIG.silence_seconds
+        world.sim.after(seconds, want_again, world, decode, endpoint)
+
+
+def want_again(world: World, decode: DecodeWorker, endpoint: str) -> None:
+    if not world.prefill_slots[endpoint].is_gone:
+        decode.post(decode.want, endpoint)

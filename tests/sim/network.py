@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from pdrt.ids import Incarnation
 from pdrt.protocol.messages import DecodeToPrefill, PrefillToDecode
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 Way = tuple[str, str]
+Message = DecodeToPrefill | PrefillToDecode
 
 
 class Connection:
@@ -36,6 +38,8 @@ class Network:
         self.world = world
         self.is_faulty = True
         self.lost = 0
+        self.intercept: Callable[[Message], Message | None] | None = None
+        """A directed schedule changes messages here, or loses them."""
         self._blocked: dict[Way, float] = {}
 
     def block(self, source: str, target: str, seconds: float) -> None:
@@ -56,7 +60,7 @@ class Network:
             connection.reconnect()
             connection.target = listeners[-1] if listeners else None
         target = connection.target
-        if target is None:
+        if target is None or (message := self._changed(message)) is None:
             return
         for delay, in_order in self._arrivals((decode.slot, endpoint)):
             if in_order:
@@ -72,13 +76,16 @@ class Network:
         if decode is None:
             return
         connection = decode.connections.get(prefill.endpoint)
-        if connection is None:
+        if connection is None or (message := self._changed(message)) is None:
             return
         for delay, in_order in self._arrivals((prefill.endpoint, decode.slot)):
             if in_order:
                 connection.last_back = max(connection.last_back, self.world.sim.now + delay)
                 delay = connection.last_back - self.world.sim.now  # noqa: PLW2901
             self.world.sim.after(delay, decode.post, decode.receive, prefill.endpoint, message)
+
+    def _changed(self, message: Any) -> Any:
+        return message if self.intercept is None else self.intercept(message)
 
     def _arrivals(self, way: Way) -> list[tuple[float, bool]]:
         """When copies of a message arrive, and whether in order; empty when it is lost."""

@@ -162,15 +162,7 @@ class PrefillRank(Rank):
         heads = Heads(copy.decode_rank, copy.target_offset // head_bytes, copy.length // head_bytes)
         held = [worker.content[page] for page in write.source_pages]
         pages = list(zip(write.source_pages, held, write.target_pages, strict=True))
-        instance.submit(
-            InFlight(
-                instance,
-                room,
-                heads,
-                pages,
-                lambda outcome: self.settled(writer, write.write_id, outcome),
-            )
-        )
+        instance.submit(InFlight(instance, writer, write.write_id, heads, pages))
 
     def settled(self, writer: RoomWriter, write_id: int, outcome: Any) -> None:
         if self.writers.get(writer.room) is writer:
@@ -338,9 +330,11 @@ class PrefillWorker(Process):
         for rank in self.ranks[1:]:
             rank.send(rank.forward_done, forward)
         self.post(self.forward_ended, forward)
+        self.ranks[0].post(self.ranks[0].forward_done, forward)
+        self.post(self.start_forward)
 
     def forward_ended(self, forward: Forward) -> Iterable[Any]:
-        """The leader hears of it: its own rank goes first, then the next plan."""
+        """The leader hears of it, and then its own rank."""
         self.forward = None
         effects: list[Any] = []
         for source in forward.rooms:
@@ -349,14 +343,14 @@ class PrefillWorker(Process):
             elif source.room in self.sources:
                 source.computed = forward.finished[source.room]
                 self.cache_pages(source)
-        self.ranks[0].post(self.ranks[0].forward_done, forward)
-        self.start_forward()
         return effects
 
     def cache_pages(self, source: SourceRoom) -> None:
         """Full pages become cached ones that the room holds."""
         tokens = source.grant.token_ids
-        for index, page in enumerate(source.pages[: min(source.computed, len(tokens) // PAGE_SIZE)]):
+        for index, page in enumerate(
+            source.pages[: min(source.computed, len(tokens) // PAGE_SIZE)]
+        ):
             if page in source.own and self.cache.insert(
                 page, page_content(tokens, index), source.owner
             ):

@@ -173,6 +173,10 @@ class Process:
         if self.is_alive and not self.is_stalled:
             self.drain_inbox()
 
+    def rank_died(self, rank: Rank) -> None:
+        """No rank is replaced alone."""
+        self.die(f"rank {rank.index} died")
+
     def die(self, why: str) -> None:
         """All its processes are gone at once: leader and ranks."""
         if not self.is_alive:

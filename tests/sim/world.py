@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from pdrt.protocol.messages import Fingerprint
 from pdrt.protocol.room_writer import RoomWriter
 from tests.sim.core import Kind, Simulator, Violation
 from tests.sim.decode import DecodeWorker
-from tests.sim.fabric import Fabric
+from tests.sim.fabric import Fabric, Fate
 from tests.sim.network import Network
 from tests.sim.plan import FAULTS_UNTIL_SECONDS, HEAL_SECONDS_MAX, FaultRates, Plan
 from tests.sim.prefill import PrefillWorker
@@ -58,6 +59,9 @@ class World:
         self.requests: list[Request] = []
         self.rooms = self.writes = self.preemptions = 0
         self.fences_of_the_dead = 0
+        self.fates: deque[Fate] = deque()
+        """Of the next writes, where a schedule directs them."""
+        self.checks_seq = True
         self._lives = 0
         self.prefill_slots = {
             name: PrefillSlot(name) for name in (f"p{i}" for i in range(plan.prefill_workers))
