@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ class Sample:
 
     def __init__(self, sent_at: float, token_times: list[float]) -> None:
         self.ttft = token_times[0] - sent_at
-        self.gaps = [b - a for a, b in zip(token_times, token_times[1:], strict=False)]
+        self.gaps = [b - a for a, b in itertools.pairwise(token_times)]
         self.tokens = len(token_times)
 
 

@@ -154,9 +154,7 @@ class DecodeWorker:
             case Cancel():
                 self._cancel(request)
             case Credit():
-                if known := self.scheduler.requests.get(request.request):
-                    known.tokens_taken = max(known.tokens_taken, request.tokens_taken)
-                    self._work.set()
+                self._credit(request)
             case Inspect():
                 self._inspect(request)
 
@@ -198,6 +196,16 @@ class DecodeWorker:
             self.links.send(Finished(cancel.request, self.incarnation, FinishReason.CANCELLED))
             return
         self._finish(request, FinishReason.CANCELLED, cancel.reason)
+
+    def _credit(self, credit: Credit) -> None:
+        request = self.scheduler.requests.get(credit.request)
+        if request is None:
+            # Its `Submit` never came, or its `Finished` was lost: the client waits for nothing.
+            lost = Finished(credit.request, self.incarnation, FinishReason.UNAVAILABLE)
+            self.links.send(lost)
+            return
+        request.tokens_taken = max(request.tokens_taken, credit.tokens_taken)
+        self._work.set()
 
     def _on_gateway_lost(self, gateway: Incarnation) -> None:
         for request in list(self.scheduler.requests.values()):
@@ -258,7 +266,8 @@ class DecodeWorker:
             self.metrics.observe_itl(now - request.last_token_at)
         request.last_token_at = now
         reason = self.scheduler.take_token(request, token)
-        self.links.send(Tokens(request.request, self.incarnation, index, (token,)))
+        cached = None if index else request.cached_tokens
+        self.links.send(Tokens(request.request, self.incarnation, index, (token,), cached))
         if reason is not None:
             self._finish(request, reason)
 
