@@ -38,12 +38,16 @@ class WorkerLoop:
         self._on_leave = on_leave
         self._loop = asyncio.get_running_loop()
         self._group = asyncio.TaskGroup()
+        # Those of the group that have not ended.
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[ExitCode] = self._loop.create_future()
         self._is_leaving = False
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` as a task of this worker."""
-        self._group.create_task(work, name=name)
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def end(self, code: ExitCode, why: str) -> None:
         """End the worker. The first reason counts."""
@@ -60,22 +64,17 @@ class WorkerLoop:
             self._loop.add_signal_handler(number, self._leave)
         try:
             async with self._group:
-                ticking = self._group.create_task(self._tick(), name="tick")
-                tasks = [self._group.create_task(coroutine) for coroutine in work]
+                self.start(self._tick(), "tick")
+                for coroutine in work:
+                    self.start(coroutine, coroutine.__name__)
                 code = await self._ended
-                for task in (ticking, *tasks):
+                for task in list(self._tasks):
                     task.cancel()
-                self._cancel_rest()
             return code
         except* Exception as errors:
             for error in errors.exceptions:
                 log.error("worker broke", exc_info=error)
         return ExitCode.BROKEN
-
-    def _cancel_rest(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            if task is not asyncio.current_task():
-                task.cancel()
 
     def _leave(self) -> None:
         if self._is_leaving:
