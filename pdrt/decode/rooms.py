@@ -48,7 +48,7 @@ class RoomEvents(msgspec.Struct, frozen=True):
     on_ready: Callable[[], None]
     """A sequence has joined: there is something to decode."""
     on_over: Callable[[DecodeRequest, FinishReason, str], None]
-    """A request's last room failed."""
+    """A request ends with its room: that failed, or nothing is left to decode."""
 
 
 class _Room:
@@ -170,6 +170,9 @@ class Rooms:
         """The KV has landed: leased pages become the sequence's, in this same step."""
         self._metrics.count_transfer("local", effect.bytes_written)
         request = self._request(effect.room)
+        if request is not None and not self._scheduler.wants_token(request):
+            self._events.on_over(request, FinishReason.LENGTH, "")
+            request = None
         if request is None:
             # It ended with its first token. Every write has settled: the pages are quiet.
             self._free(effect.room)

@@ -158,6 +158,11 @@ class DecodeScheduler:
             return None
         return self.requests[self._queue[0]]
 
+    @staticmethod
+    def wants_token(request: DecodeRequest) -> bool:
+        """It may have one more output token; if not, prefill is all that it waits for."""
+        return request.output_tokens < request.sampling.max_tokens
+
     def pages_wanted(self, request: DecodeRequest) -> tuple[int, int]:
         """(pages that the writer fills, pages to lease): the prompt's, and room for the first
         token that decode computes itself. None for a request that decodes nothing."""
@@ -189,6 +194,7 @@ class DecodeScheduler:
         """Its KV has landed: `computed` tokens in `pages`, and at least one more to feed."""
         assert request.state is RequestState.PREFILLING, request.state
         assert computed == len(request.tokens) - 1, (computed, len(request.tokens))
+        assert self._layout.pages_for(computed) <= len(pages), (computed, len(pages))
         request.state = RequestState.RUNNING
         request.room = None
         request.pages, request.computed = pages, computed

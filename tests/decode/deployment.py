@@ -1,0 +1,325 @@
+"""Prefill and decode workers in this process, over real sockets and real copies, and a gateway
+whose lines are written by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from pdrt.config import ProtocolConfig, SchedulerConfig, WorkerConfig
+from pdrt.decode.worker import DecodeWorker
+from pdrt.ids import Incarnation, RequestId, new_incarnation, routing_id
+from pdrt.kv.pages import OwnerKind
+from pdrt.prefill.worker import PrefillWorker
+from pdrt.protocol.codec import Decoder, encode
+from pdrt.protocol.gateway_messages import (
+    Cancel,
+    Credit,
+    Finished,
+    FinishReason,
+    Inspect,
+    Register,
+    Registered,
+    Report,
+    Role,
+    Submit,
+    Tokens,
+    WorkerToGateway,
+)
+from pdrt.sampling import Sampling
+from pdrt.transfer.channel import RouterChannel
+from pdrt.transfer.worker_loop import ExitCode
+from tests.prefill.executor import StandInExecutor, output_of
+
+HANG_SECONDS = 8.0
+"""Nothing here takes seconds; whoever waits longer than this hangs."""
+NEVER = 1e8
+FRAME_BYTES = 1 << 20
+PROTOCOL = ProtocolConfig(
+    hello_interval_seconds=0.05,
+    silence_seconds=NEVER,
+    tick_late_seconds=NEVER,
+    revoke_resend_seconds=0.05,
+    revoke_resend_seconds_max=0.2,
+    # Both workers live in the test's own process: nothing may set off a fence.
+    fence_after_seconds=NEVER,
+    kill_lost_after_seconds=NEVER,
+)
+SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
+
+
+async def until(is_true: Callable[[], object], what: str) -> None:
+    """Wait for something that must come."""
+    try:
+        async with asyncio.timeout(HANG_SECONDS):
+            while not is_true():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError(f"never happened: {what}") from None
+
+
+class Stream:
+    """What a gateway has heard of one request."""
+
+    def __init__(self, submit: Submit) -> None:
+        self.submit = submit
+        self.request = submit.request
+        self.earlier = len(submit.output_token_ids)
+        self.tokens: list[int] = []
+        self.finished: Finished | None = None
+        self.finishes = 0
+
+    async def end(self) -> Finished:
+        await until(lambda: self.finished, f"the end of {self.request}")
+        assert self.finished is not None
+        return self.finished
+
+    async def reach(self, count: int) -> None:
+        await until(lambda: len(self.tokens) >= count or self.finished, f"{count} tokens")
+
+
+class GatewayPeer:
+    """Answers every `Register`, and says what the test tells it to."""
+
+    def __init__(self, port: int = 0, incarnation: Incarnation | None = None) -> None:
+        self.incarnation = incarnation or new_incarnation()
+        self.channel = RouterChannel("127.0.0.1", port, self._on_frame, FRAME_BYTES)
+        self.address = f"127.0.0.1:{self.channel.port}"
+        self.registers: dict[Incarnation, Register] = {}
+        self.streams: dict[RequestId, Stream] = {}
+        self.reports: list[Report] = []
+        self.is_mute = False
+        self.endpoints: tuple[str, ...] | None = None
+        """What decode workers are told, in place of the prefill workers that registered."""
+        self.preferred: tuple[str, ...] = ()
+        """Prefill endpoints that requests name."""
+        self._decoder: Decoder[WorkerToGateway] = Decoder(WorkerToGateway, FRAME_BYTES)
+        self._serial = 0
+
+    def _on_frame(self, peer: bytes, frame: bytes) -> None:
+        message = self._decoder.decode(frame)
+        match message:
+            case Register():
+                assert peer == routing_id(message.worker)
+                self._register(message)
+            case Tokens():
+                stream = self.streams[message.request]
+                assert message.first_index == stream.earlier + len(stream.tokens), message
+                assert stream.finished is None, message
+                stream.tokens += message.token_ids
+            case Finished():
+                stream = self.streams[message.request]
+                stream.finished = stream.finished or message
+                stream.finishes += 1
+            case Report():
+                self.reports.append(message)
+
+    def _register(self, message: Register) -> None:
+        self.registers[message.worker] = message
+        if self.is_mute:
+            return
+        listed = [r.endpoint for r in self.registers.values() if r.role is Role.PREFILL]
+        endpoints = tuple(e for e in listed if e is not None)
+        answer = Registered(
+            gateway=self.incarnation,
+            worker=message.worker,
+            seq=message.seq,
+            prefill_endpoints=endpoints if self.endpoints is None else self.endpoints,
+        )
+        self.send(message.worker, encode(answer))
+
+    def send(self, worker: Incarnation, frame: bytes) -> bool:
+        return self.channel.send(routing_id(worker), frame)
+
+    def submit(
+        self,
+        worker: Incarnation,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        earlier: Sequence[int] = (),
+        seconds_max: float = 600.0,
+    ) -> Stream:
+        self._serial += 1
+        submit = Submit(
+            request=RequestId(self.incarnation, self._serial, 1),
+            worker=worker,
+            token_ids=tuple(prompt),
+            output_token_ids=tuple(earlier),
+            sampling=sampling,
+            seconds_max=seconds_max,
+            prefill_endpoints=self.preferred,
+        )
+        stream = self.streams[submit.request] = Stream(submit)
+        assert self.send(worker, encode(submit))
+        return stream
+
+    def cancel(self, worker: Incarnation, stream: Stream) -> None:
+        assert self.send(worker, encode(Cancel(stream.request, worker, "client gone")))
+
+    def credit(self, worker: Incarnation, stream: Stream, tokens_taken: int) -> None:
+        assert self.send(worker, encode(Credit(stream.request, worker, tokens_taken)))
+
+    async def inspect(self, worker: Incarnation) -> Report:
+        count = len(self.reports)
+        assert self.send(worker, encode(Inspect(worker, count, self.incarnation, check=True)))
+        await until(lambda: len(self.reports) > count, "a report")
+        return self.reports[-1]
+
+
+class Deployment:
+    """Workers that are run and, at the end, checked."""
+
+    def __init__(self, gateway: GatewayPeer) -> None:
+        self.gateway = gateway
+        self.prefills: list[PrefillWorker] = []
+        self.decodes: list[DecodeWorker] = []
+        self._runs: dict[object, asyncio.Task[ExitCode]] = {}
+
+    def config(
+        self,
+        protocol: ProtocolConfig = PROTOCOL,
+        scheduler: SchedulerConfig = SCHEDULER,
+        shutdown_timeout: float = 30.0,
+        port: int = 0,
+    ) -> WorkerConfig:
+        return WorkerConfig(
+            gateway=(self.gateway.address,),
+            port=port,
+            protocol=protocol,
+            scheduler=scheduler,
+            shutdown_timeout=shutdown_timeout,
+        )
+
+    def add_prefill(self, executor: StandInExecutor, config: WorkerConfig) -> PrefillWorker:
+        worker = PrefillWorker(config, executor)  # type: ignore[arg-type]
+        executor.page_owner = worker.pages.owner
+        self.prefills.append(worker)
+        self._runs[worker] = asyncio.create_task(worker.run())
+        return worker
+
+    def add_decode(self, executor: StandInExecutor, config: WorkerConfig) -> DecodeWorker:
+        worker = DecodeWorker(config, executor)  # type: ignore[arg-type]
+        executor.page_owner = worker.pages.owner
+        self.decodes.append(worker)
+        self._runs[worker] = asyncio.create_task(worker.run())
+        return worker
+
+    async def paired(self) -> None:
+        """Every decode worker can use every prefill worker, and the gateway knows all."""
+        await until(
+            lambda: all(
+                len(d.table.usable_endpoints()) >= len(self.prefills)
+                and d.incarnation in self.gateway.registers
+                and d.links.gateways()[0]["gateway"]
+                for d in self.decodes
+            ),
+            "pairing",
+        )
+
+    async def exit_code(self, worker: object) -> ExitCode:
+        async with asyncio.timeout(HANG_SECONDS):
+            return await self._runs[worker]
+
+    async def quiet(self) -> None:
+        """No request, no lease, no room is left, and both pools are whole."""
+        await until(
+            lambda: all(
+                not d.scheduler.requests and not d.table.leases
+                for d in self.decodes
+                if not self._runs[d].done()
+            ),
+            "decode workers without requests and leases",
+        )
+        await until(
+            lambda: all(
+                not p.table.rooms and not p.scheduler.jobs
+                for p in self.prefills
+                if not self._runs[p].done()
+            ),
+            "prefill workers without rooms",
+        )
+        for worker in self.running:
+            worker.check()
+            worker.pages.check()
+            assert worker.pages.count(OwnerKind.FREE) == worker.pages.total
+
+    @property
+    def running(self) -> list[PrefillWorker | DecodeWorker]:
+        return [w for w in (*self.prefills, *self.decodes) if not self._runs[w].done()]
+
+    async def close(self) -> None:
+        """End everything; whatever broke is shown here."""
+        for worker, run in self._runs.items():
+            if not run.done():
+                worker.loop.end(ExitCode.STOPPED, "the test is over")  # type: ignore[attr-defined]
+            code = await self.exit_code(worker)
+            assert code is ExitCode.STOPPED, worker
+        for any_worker in (*self.prefills, *self.decodes):
+            any_worker.executor.close()
+        self.gateway.channel.close()
+
+
+@asynccontextmanager
+async def deployed(
+    *,
+    prefill_pages: int = 64,
+    decode_pages: int = 64,
+    protocol: ProtocolConfig = PROTOCOL,
+    scheduler: SchedulerConfig = SCHEDULER,
+    prefill_protocol: ProtocolConfig | None = None,
+) -> AsyncIterator[Pair]:
+    """One prefill and one decode worker, paired. At the end both must be whole and unbroken."""
+    deployment = Deployment(GatewayPeer())
+    prefill_executor = StandInExecutor(prefill_pages)
+    decode_executor = StandInExecutor(decode_pages)
+    prefill = deployment.add_prefill(
+        prefill_executor, deployment.config(prefill_protocol or protocol, scheduler)
+    )
+    decode = deployment.add_decode(decode_executor, deployment.config(protocol, scheduler))
+    pair = Pair(deployment, prefill, decode, prefill_executor, decode_executor)
+    await deployment.paired()
+    yield pair
+    prefill_executor.gate.set()
+    decode_executor.gate.set()
+    await deployment.quiet()
+    await deployment.close()
+
+
+class Pair:
+    """One of each, and shorthands."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        prefill: PrefillWorker,
+        decode: DecodeWorker,
+        prefill_executor: StandInExecutor,
+        decode_executor: StandInExecutor,
+    ) -> None:
+        self.deployment = deployment
+        self.gateway = deployment.gateway
+        self.prefill = prefill
+        self.decode = decode
+        self.prefill_executor = prefill_executor
+        self.decode_executor = decode_executor
+
+    def submit(self, prompt: Sequence[int], max_tokens: int = 8, **sampling: object) -> Stream:
+        wanted = Sampling(max_tokens=max_tokens, temperature=0.0, **sampling)  # type: ignore[arg-type]
+        return self.gateway.submit(self.decode.incarnation, prompt, wanted)
+
+    def cancel(self, stream: Stream) -> None:
+        self.gateway.cancel(self.decode.incarnation, stream)
+
+    async def serves(self, prompt: Sequence[int] = (5, 6, 7)) -> None:
+        """A request passes from end to end."""
+        stream = self.submit(prompt, 4)
+        finished = await stream.end()
+        assert finished.reason is FinishReason.LENGTH, finished
+        assert stream.tokens == output_of(prompt, 4)
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    """A prompt unlike those of other salts."""
+    return [1 + (salt * 131 + place * 7) % 997 for place in range(length)]

@@ -1,0 +1,154 @@
+"""A client that goes away, at every point of a request's life: both pools are whole again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+
+from pdrt.kv.pages import OwnerKind
+from pdrt.protocol.gateway_messages import FinishReason
+from tests.decode.deployment import SCHEDULER, Pair, Stream, deployed, prompt_of, until
+from tests.prefill.executor import output_of
+from tests.transfer.copies import CopyGate
+
+
+async def cancelled(pair: Pair, stream: Stream) -> None:
+    """Cancel, and see that the client is told at once, whatever is still to be drained."""
+    pair.cancel(stream)
+    assert (await stream.end()).reason is FinishReason.CANCELLED
+
+
+async def test_while_queued() -> None:
+    scheduler = msgspec.structs.replace(SCHEDULER, max_num_seqs=1)
+    async with deployed(scheduler=scheduler) as pair:
+        pair.prefill_executor.gate.clear()
+        first, second = pair.submit(prompt_of(5), 2), pair.submit(prompt_of(6), 2)
+        await until(lambda: pair.prefill_executor.is_running, "prefill")
+        await cancelled(pair, second)
+        pair.prefill_executor.gate.set()
+        assert (await first.end()).reason is FinishReason.LENGTH
+    assert second.tokens == []
+
+
+async def test_while_prefilling(pair: Pair) -> None:
+    pair.prefill_executor.gate.clear()
+    stream = pair.submit(prompt_of(40), 8)
+    await until(lambda: pair.prefill_executor.is_running, "prefill")
+    await cancelled(pair, stream)
+    # The forward still fills source pages, and the writer has not drained.
+    await until(lambda: any(r.reason for r in pair.prefill.table.rooms.values()), "the Revoke")
+    assert pair.prefill.pages.count(OwnerKind.ROOM) == 10
+    assert pair.decode.pages.count(OwnerKind.LEASE) == 11
+    pair.prefill_executor.gate.set()
+    await pair.deployment.quiet()
+    assert len(pair.prefill_executor.steps) == 1, "chunks are computed for nobody"
+    await pair.serves()
+
+
+async def test_while_waiting_for_source_pages() -> None:
+    async with deployed(prefill_pages=12) as pair:
+        pair.prefill_executor.gate.clear()
+        first, second = pair.submit(prompt_of(40), 2), pair.submit(prompt_of(40, 1), 2)
+        await until(lambda: pair.prefill.scheduler.queued == 1, "a room without pages")
+        await cancelled(pair, second)
+        await until(lambda: len(pair.prefill.table.rooms) == 1, "the end of its room")
+        pair.prefill_executor.gate.set()
+        await first.end()
+
+
+async def test_between_first_token_and_drain(pair: Pair, copies: CopyGate) -> None:
+    copies.close()
+    stream = pair.submit(prompt_of(10), 8)
+    await stream.reach(1)
+    await cancelled(pair, stream)
+    await until(lambda: any(r.reason for r in pair.prefill.table.rooms.values()), "the Revoke")
+    # The copy is outstanding: it reads the source and may write into the target.
+    assert pair.prefill.pages.count(OwnerKind.ROOM) == 3
+    assert pair.decode.pages.count(OwnerKind.LEASE) == 3
+    copies.open()
+    await pair.deployment.quiet()
+    await pair.serves()
+
+
+async def test_while_running(pair: Pair) -> None:
+    pair.decode_executor.gate.clear()
+    stream = pair.submit(prompt_of(10), 8)
+    await until(lambda: pair.decode_executor.is_running, "a step")
+    pair.cancel(stream)
+    await pair.gateway.inspect(pair.decode.incarnation)
+    # During a step its pages are written to: they stay its own.
+    assert pair.decode.pages.count(OwnerKind.SEQUENCE) == 3
+    assert stream.finished is None
+    pair.decode_executor.gate.set()
+    assert (await stream.end()).reason is FinishReason.CANCELLED
+    assert len(stream.tokens) == 1, "a step that was cancelled yields no token"
+    await pair.serves()
+
+
+async def test_while_paused() -> None:
+    scheduler = msgspec.structs.replace(SCHEDULER, stream_tokens_max=2)
+    async with deployed(scheduler=scheduler) as pair:
+        stream = pair.submit(prompt_of(10), 8)
+        await stream.reach(2)
+        await cancelled(pair, stream)
+
+
+async def test_twice_and_after_the_end(pair: Pair) -> None:
+    """The gateway asks until it is answered; each asking has an answer."""
+    stream = pair.submit(prompt_of(10), 2)
+    await stream.end()
+    pair.cancel(stream)
+    pair.cancel(stream)
+    await until(lambda: stream.finishes == 3, "an answer to each")
+
+
+async def test_while_a_one_token_request_is_prefilled(pair: Pair) -> None:
+    """It holds no pages, and is revoked all the same: nobody waits for its token."""
+    pair.prefill_executor.gate.clear()
+    stream = pair.submit(prompt_of(40), 1)
+    await until(lambda: pair.prefill_executor.is_running, "prefill")
+    await cancelled(pair, stream)
+    pair.prefill_executor.gate.set()
+    await pair.deployment.quiet()
+    assert len(pair.prefill_executor.steps) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_storm(seed: int) -> None:
+    """Requests that are left at random points, in pools that are too small for all of them."""
+    dice = random.Random(seed)
+    scheduler = msgspec.structs.replace(SCHEDULER, max_num_seqs=6, stream_tokens_max=12)
+    async with deployed(prefill_pages=30, decode_pages=26, scheduler=scheduler) as pair:
+
+        async def client(number: int) -> bool:
+            prompt = prompt_of(dice.randint(1, 40), number)
+            count = dice.choice([1, 2, 3, 8, 20])
+            patience = dice.choice([0, 0, 1, 2, 5, 100])
+            stream = pair.submit(prompt, count)
+            for _ in range(patience):
+                await asyncio.sleep(0.002 * dice.random())
+                pair.gateway.credit(pair.decode.incarnation, stream, len(stream.tokens))
+            if stream.finished is None and patience < 100:
+                pair.cancel(stream)
+            while stream.finished is None:
+                await asyncio.sleep(0.005)
+                pair.gateway.credit(pair.decode.incarnation, stream, len(stream.tokens))
+            finished = await stream.end()
+            assert stream.tokens == output_of(prompt, len(stream.tokens))
+            if finished.reason is FinishReason.LENGTH:
+                assert len(stream.tokens) == count
+            else:
+                assert finished.reason is FinishReason.CANCELLED, finished
+            return finished.reason is FinishReason.LENGTH
+
+        async with asyncio.timeout(60):
+            outcomes = []
+            for wave in range(4):
+                clients = (client(25 * wave + number) for number in range(25))
+                outcomes += await asyncio.gather(*clients)
+        assert 0 < sum(outcomes) < len(outcomes), "some ended well, and some did not"
+        await pair.deployment.quiet()
+        await pair.serves()

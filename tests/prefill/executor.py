@@ -1,0 +1,132 @@
+"""A stand-in for the model's executor whose tokens are computed from what the pool holds.
+
+Each position's KV is one number that depends on its token and its place, spread over the whole
+slot in a way that differs from element to element; the next token is a digest of all of them,
+read back from the pool. So a page that did not land, landed in parts, or was overwritten shows
+as a broken slot or as a wrong token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pdrt.kv.layout import KvLayout
+from pdrt.kv.pool import KvPool
+from pdrt.model.batch import Row, StepResult, validate_rows
+from pdrt.model.identity import ModelIdentity
+
+LAYOUT = KvLayout(page_size=4, kv_heads=2, layers=3, head_dim=2, dtype="float32")
+VOCABULARY = 1000
+EOS = 0
+"""Never comes out of `next_token` by itself."""
+
+
+def identity(name: str = "stand-in", max_model_len: int = 96) -> ModelIdentity:
+    return ModelIdentity(
+        name=name,
+        digest="d1",
+        max_model_len=max_model_len,
+        vocab_size=VOCABULARY,
+        eos_token_ids=(EOS,),
+        architecture="StandIn",
+    )
+
+
+def position_value(token: int, position: int) -> int:
+    """Exact in float32, and never 0: an untouched slot is told from a written one."""
+    return 1 + zlib.crc32(f"{token}/{position}".encode()) % 100_000
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return _digest([position_value(token, place) for place, token in enumerate(tokens)])
+
+
+def _digest(values: Sequence[int]) -> int:
+    return 1 + zlib.crc32(",".join(map(str, values)).encode()) % (VOCABULARY - 1)
+
+
+def output_of(prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` tokens that follow `prompt`."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@functools.cache
+def _pattern(layout: KvLayout) -> torch.Tensor:
+    shape = (layout.kv_heads, layout.layers, 2, layout.head_dim)
+    count = shape[0] * shape[1] * shape[2] * shape[3]
+    return torch.arange(count, dtype=torch.float32).view(shape) * 4
+
+
+class StandInExecutor:
+    """As `pdrt.model.executor.Executor`, one step at a time."""
+
+    def __init__(
+        self, pages: int, layout: KvLayout = LAYOUT, identity_: ModelIdentity | None = None
+    ) -> None:
+        self.identity = identity_ or identity()
+        self.layout = layout
+        self.pages = pages
+        self.pool = KvPool(layout, pages, torch.device("cpu"))
+        self.gate = asyncio.Event()
+        """Steps wait in the middle while it is clear."""
+        self.gate.set()
+        self.steps: list[list[Row]] = []
+        self.failures = 0
+        """So many of the next steps raise."""
+        self.page_owner: Callable[[int], object] = lambda page: None
+        """Of the worker's page table: no page changes hands while a step uses it."""
+        self._is_running = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_running
+
+    async def step(self, rows: Sequence[Row]) -> StepResult:
+        assert not self._is_running, "one step at a time"
+        validate_rows(rows, self.layout, self.pages, self.identity.max_model_len)
+        self._is_running = True
+        self.steps.append(list(rows))
+        touched = {page for row in rows for page in row.pages}
+        owners = {page: self.page_owner(page) for page in touched}
+        try:
+            await asyncio.sleep(0)
+            await self.gate.wait()
+            assert owners == {page: self.page_owner(page) for page in touched}
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("the forward failed on purpose")
+            return StepResult([self._compute(row) for row in rows], 0.0)
+        finally:
+            self._is_running = False
+
+    def _slot(self, pages: Sequence[int], position: int) -> torch.Tensor:
+        page, slot = divmod(position, self.layout.page_size)
+        return self.pool.tensor[pages[page], :, :, :, slot, :]
+
+    def _compute(self, row: Row) -> int | None:
+        for place, token in enumerate(row.token_ids, start=row.start):
+            value = position_value(token, place)
+            self._slot(row.pages, place).copy_(_pattern(self.layout) + value)
+        if row.sampling is None:
+            return None
+        values = [self.read(row.pages, place) for place in range(row.end)]
+        return _digest(values)
+
+    def read(self, pages: Sequence[int], position: int) -> int:
+        """The number that a position's whole slot spells."""
+        slot = self._slot(pages, position)
+        value = int(slot.flatten()[0])
+        assert value, f"position {position} was never written"
+        assert torch.equal(slot, _pattern(self.layout) + value), f"position {position} is torn"
+        return value
+
+    def close(self) -> None:
+        self.pool.close()
