@@ -207,7 +207,7 @@ class Answer:
             "cached_tokens": stream.cached_tokens,
             "ttft_seconds": ttft,
             "seconds": round(self._hub.clock() - stream.opened, 4),
-            "decodes": [short(decode) for decode in stream.decodes],
+            "decodes": ",".join(short(decode) for decode in stream.decodes),
         }
         log.info("request %s %s", self._job.id, ending.outcome, extra=facts)
 

@@ -159,11 +159,12 @@ class Requests:
             if reason is FinishReason.CANCELLED:
                 reason = FinishReason.UNAVAILABLE
             return self._next_attempt(serial, reason, message.detail, now)
-        is_success = message.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if is_success and usage is not None and usage.output_tokens > len(request.output):
-            missing = usage.output_tokens - len(request.output)
-            detail = f"the last {missing} tokens are missing"
-            return self._next_attempt(serial, FinishReason.FAILED, detail, now)
+        if message.reason in (FinishReason.STOP, FinishReason.LENGTH) and usage is not None:
+            # Prefill samples a token even when none is wanted: it is no part of the output.
+            tokens = min(usage.output_tokens, request.submission.sampling.max_tokens)
+            if missing := max(0, tokens - len(request.output)):
+                detail = f"the last {missing} tokens are missing"
+                return self._next_attempt(serial, FinishReason.FAILED, detail, now)
         return self._end(serial, message.reason, message.detail)
 
     def on_undelivered(self, request_id: RequestId, now: float) -> list[Effect]:

@@ -18,67 +18,65 @@ from tests.gateway.stand_in import begins, says
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_tokns": 3}, "max_tokns"),
-        ({"max_tokens": "3"}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 10**40}, "max_tokens"),
-        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
-        ({"max_completion_tokens": 600}, "max_completion_tokens"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_k": 2**31}, "top_k"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"seed": 2**63}, "seed"),
-        ({"seed": 0.5}, "seed"),
-        ({"stop": ""}, "stop"),
-        ({"stop": ["a", ""]}, "stop"),
-        ({"stop": ["a", 1]}, "stop[1]"),
-        ({"stop": ["a"] * 65}, "stop"),
-        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-        ({"min_tokens": 10**6}, "messages"),
-        ({"n": 2}, "n"),
-        ({"n": True}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
-            "messages[0].content[0].text",
-        ),
-        ({"model": 1}, "model"),
-    ],
-)
-async def test_a_bad_field_is_named(
-    deployment: Deployment, fields: dict[str, Any], param: str
-) -> None:
-    response = await deployment.http.post("/v1/chat/completions", json={**CHAT, **fields})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
-    assert error["type"] == "invalid_request_error" and error["message"]
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokns": 3}, "max_tokns"),
+    ({"max_tokens": "3"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 10**40}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+    ({"max_completion_tokens": 600}, "max_completion_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 2**31}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 0.5}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": 10**6}, "messages"),
+    ({"n": 2}, "n"),
+    ({"n": True}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+        "messages[0].content[0].text",
+    ),
+    ({"model": 1}, "model"),
+]
+
+
+async def test_a_bad_field_is_named(deployment: Deployment) -> None:
+    for fields, param in BAD_FIELDS:
+        response = await deployment.http.post("/v1/chat/completions", json={**CHAT, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), (fields, error)
+        assert error["type"] == "invalid_request_error" and error["message"]
 
 
 @pytest.mark.parametrize(
@@ -111,29 +109,28 @@ def test_no_body_is_more_than_a_400(parse: Any, body: bytes) -> None:
     assert len(caught.value.body) < 1000
 
 
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        (["a", "b"], "Several prompts"),
-        ([[1], [2]], "Several prompts"),
-        ([1, "a"], "Several prompts"),
-        ([1, 2.5], "token ids"),
-        ([1, True], "token ids"),
-        ([10**6], "from 0 to"),
-        ([-1], "from 0 to"),
-        ([], "at least one token"),
-        ("", "at least one token"),
-        ({}, "Expected"),
-        (None, "Expected"),
-    ],
-)
-async def test_bad_prompts(deployment: Deployment, prompt: Any, words: str) -> None:
-    response = await deployment.http.post(
-        "/v1/completions", json={"model": "tiny", "prompt": prompt}
-    )
-    error = response.json()["error"]
-    assert response.status_code == 400 and error["param"] == "prompt"
-    assert words in error["message"]
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    (["a", "b"], "Several prompts"),
+    ([[1], [2]], "Several prompts"),
+    ([1, "a"], "Several prompts"),
+    ([1, 2.5], "token ids"),
+    ([1, True], "token ids"),
+    ([10**6], "from 0 to"),
+    ([-1], "from 0 to"),
+    ([], "at least one token"),
+    ("", "at least one token"),
+    ({}, "Expected"),
+    (None, "Expected"),
+]
+
+
+async def test_bad_prompts(deployment: Deployment) -> None:
+    for prompt, words in BAD_PROMPTS:
+        body = {"model": "tiny", "prompt": prompt}
+        response = await deployment.http.post("/v1/completions", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "prompt"), (prompt, error)
+        assert words in error["message"]
 
 
 def test_every_field_that_is_off_may_be_given() -> None:

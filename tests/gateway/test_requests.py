@@ -130,6 +130,13 @@ def test_tokens_missing_at_the_end_are_a_gap_too(world: World) -> None:
     assert world.requests.on_finished(end, 2.0) == [Assigned(1, B, 4), submit((10,), 1, B, 598.0)]
 
 
+def test_a_token_that_nobody_wanted_is_not_missed(world: World) -> None:
+    world.open(max_tokens=0)
+    assert world.requests.on_tokens(tokens(0, 10), 1.0) == []
+    end = finished(FinishReason.LENGTH, usage=Usage(3, 1, 2))
+    assert world.requests.on_finished(end, 2.0) == [Ended(1, FinishReason.LENGTH, "", 2)]
+
+
 def test_a_lost_worker_is_replaced_and_what_it_still_says_is_stale(world: World) -> None:
     world.open()
     world.requests.on_tokens(tokens(0, 10), 1.0)
