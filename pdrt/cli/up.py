@@ -124,6 +124,7 @@ async def _watch_ready(config: UpConfig, roles: Roles, children: Children) -> No
     """Says how to use it once a full pair can serve, or gives up after `ready_timeout`."""
     started = time.monotonic()
     said: list[str] = []
+    reasons = ["not asked yet"]
     while (age := time.monotonic() - started) < config.ready_timeout:
         reasons = await _reasons_not_ready(roles.url, config.api_key)
         if not reasons:
