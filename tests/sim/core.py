@@ -35,8 +35,8 @@ class Kind(Enum):
 
 
 BRIEF_FIELDS = frozenset(
-    "room seq generation floor writer pages first_page reason outcome rooms refusal retryable".split()
-)
+    ("room", "seq", "generation", "floor", "writer", "pages", "first_page")
+) | {"reason", "outcome", "rooms", "refusal", "retryable"}
 """What a trace shows of a message."""
 
 

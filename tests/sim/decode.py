@@ -92,6 +92,7 @@ class DecodeWorker(Process):
         self.cache = PrefixCache(self.pages)
         self.connections: dict[str, Connection] = {}
         self.scheduler = Scheduler(self)
+        self.failures = 0
         self.last_seq: dict[str, int] = {}
         self.fences_open: dict[Incarnation, str] = {}
 
@@ -163,6 +164,7 @@ class DecodeWorker(Process):
                 scheduler.ready(room)
             case FailRoom(room, reason, retryable):
                 sim.say(self.name, "room %s fails: %s", room, reason)
+                self.failures += 1
                 scheduler.room_failed(room, reason, retryable)
             case EndLease(room):
                 sim.say(self.name, "lease %s ends", room)

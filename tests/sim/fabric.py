@@ -72,9 +72,10 @@ class Fate(Enum):
 
     SUCCEEDS = "succeeds"
     FAILS = "fails"
-    ERRORS_LATE = "errors_late"
     HANGS = "hangs"
     CRAWLS = "crawls"
+    STARTS_LATE = "starts_late"
+    LANDS_AFTER_ERROR = "lands_after_error"
 
 
 class InFlight:
@@ -204,18 +205,19 @@ class EngineInstance:
             start += sim.rng.random() * 0.6
         sim.after(CONFIG.write_seconds_max, self._post, write.expire)
         self.writes.append(write)
-        self._draw_fate(rates)(write, start)
+        self._draw_fate(write, rates)(write, start)
 
-    def _draw_fate(self, rates: FaultRates) -> Callable[[InFlight, float], None]:
+    def _draw_fate(self, write: InFlight, rates: FaultRates) -> Callable[[InFlight, float], None]:
         world = self.fabric.world
-        if world.fates:
+        if world.direct is not None:
             return {
                 Fate.SUCCEEDS: self._succeeds,
                 Fate.FAILS: self._fails,
-                Fate.ERRORS_LATE: self._errors_late,
                 Fate.HANGS: self._hangs,
                 Fate.CRAWLS: self._crawls,
-            }[world.fates.popleft()]
+                Fate.STARTS_LATE: self._starts_late,
+                Fate.LANDS_AFTER_ERROR: self._lands_after_error,
+            }[world.direct(write)]
         draw = world.sim.rng.random()
         for fate, rate in (
             (self._fails, rates.write_fails),
@@ -231,12 +233,14 @@ class EngineInstance:
         self.rank.post(call, *arguments)
 
     def _succeeds(self, write: InFlight, start: float) -> None:
-        sim = self.fabric.world.sim
+        sim, rates = self.fabric.world.sim, self.fabric.world.plan.rates
+        is_slow = self.fabric.world.network.is_faulty and sim.chance(rates.write_slow)
+        network = sim.rng.random() * 1.5 if is_slow else 0.004
         at = start
         for part in range(len(write.pages)):
-            sim.after(at, write.read, part, 0.004)
+            sim.after(at, write.read, part, network)
             at += 0.003
-        sim.after(at + 0.006, self._post, self._finish, write)
+        sim.after(at + network + 0.002, self._post, self._finish, write)
 
     def _finish(self, write: InFlight) -> None:
         """The receiver has acknowledged every part, or the connection broke under it."""
@@ -258,6 +262,14 @@ class EngineInstance:
         for part in range(len(write.pages)):
             self.fabric.world.sim.after(start, write.read, part, CRAWL_SECONDS)
         self.fabric.world.sim.after(CRAWL_SECONDS + 0.1, self._post, self._finish, write)
+
+    def _starts_late(self, write: InFlight, start: float) -> None:
+        self._succeeds(write, start + CRAWL_SECONDS)
+
+    def _lands_after_error(self, write: InFlight, start: float) -> None:
+        for part in range(len(write.pages)):
+            self.fabric.world.sim.after(start, write.read, part, 3.0)
+        self.fabric.world.sim.after(start + 0.1, self._post, write.answer, Raw.ERROR)
 
     def _errors_late(self, write: InFlight, start: float) -> None:
         sim = self.fabric.world.sim

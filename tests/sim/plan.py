@@ -112,7 +112,7 @@ def draw(rng: random.Random) -> Plan:
         prefill_pages=rng.choice((16, 24, 32)),
         decode_pages=rng.choice((16, 24, 32)),
         gateways=rng.choice((1, 2)),
-        requests=rng.randint(8, 16),
+        requests=rng.randint(12, 30),
         rates=FaultRates(
             lose=network,
             duplicate=network,
@@ -128,7 +128,7 @@ def draw(rng: random.Random) -> Plan:
             engine_hangs=rng.choice((0.0, 0.0, 0.02)),
             abort=rng.choice((0.1, 0.4)),
         ),
-        faults=rng.randint(2, 9),
+        faults=rng.randint(3, 16),
     )
 
 

@@ -51,18 +51,20 @@ def run_calm_seed(seed: int, trace: Callable[[str], None] | None = None) -> Resu
 
 def judge(seed: int, world: World, run: Callable[[], None]) -> Result:
     """Run, and turn whatever is raised into a result."""
-    text: str | None = None
-    kind: Kind | None = None
+    text, kind = verdict(run)
+    answered = sum(request.state.value == "answered" for request in world.requests)
+    return Result(seed, world.sim.events, world.rooms, world.fences, answered, text, kind)
+
+
+def verdict(run: Callable[[], None]) -> tuple[str | None, Kind | None]:
+    """What `run` violates, if anything."""
     try:
         run()
     except Violation as violation:
-        text, kind = str(violation), violation.kind
+        return str(violation), violation.kind
     except (AssertionError, KeyError) as error:
-        world.sim.say("world", "%r", error)
-        where = _where(error)
-        text, kind = f"invariant: {error!r} at {where}", Kind.INVARIANT
-    answered = sum(request.state.value == "answered" for request in world.requests)
-    return Result(seed, world.sim.events, world.rooms, world.fences, answered, text, kind)
+        return f"invariant: {error!r} at {_where(error)}", Kind.INVARIANT
+    return None, None
 
 
 def _where(error: BaseException) -> str:

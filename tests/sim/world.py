@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from pdrt.protocol.messages import Fingerprint
 from pdrt.protocol.room_writer import RoomWriter
 from tests.sim.core import Kind, Simulator, Violation
 from tests.sim.decode import DecodeWorker
-from tests.sim.fabric import Fabric, Fate
+from tests.sim.fabric import Fabric, Fate, InFlight
 from tests.sim.network import Network
 from tests.sim.plan import FAULTS_UNTIL_SECONDS, HEAL_SECONDS_MAX, FaultRates, Plan
 from tests.sim.prefill import PrefillWorker
@@ -59,8 +58,8 @@ class World:
         self.requests: list[Request] = []
         self.rooms = self.writes = self.preemptions = 0
         self.fences_of_the_dead = 0
-        self.fates: deque[Fate] = deque()
-        """Of the next writes, where a schedule directs them."""
+        self.direct: Callable[[InFlight], Fate] | None = None
+        """What becomes of writes, where a schedule directs them."""
         self.checks_seq = True
         self._lives = 0
         self.prefill_slots = {
@@ -200,6 +199,9 @@ class World:
 
     def unfinished(self) -> str | None:
         """What has still to end, in words (I7)."""
+        for process in self.processes():
+            if any(rank.is_hung for rank in process.ranks):
+                return f"{process.name} lives on with a hung rank"
         for request in self.requests:
             if request.state is RequestState.WAITING:
                 return f"request {request.serial} has had no answer"

@@ -1,0 +1,326 @@
+"""Directed schedules: what chance is too rare for. Each passes on the product and fails on the
+mutant that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pdrt.protocol.messages import Drained, FirstToken, Grant
+from tests.sim.core import Kind, Violation
+from tests.sim.decode import DecodeWorker
+from tests.sim.fabric import Fate, InFlight
+from tests.sim.plan import HEAL_SECONDS_MAX, EngineKind, FaultRates, Plan
+from tests.sim.prefill import PrefillWorker
+from tests.sim.requests import Request, RequestState
+from tests.sim.run import Result, verdict
+from tests.sim.world import World
+
+Trace = Callable[[str], None] | None
+PROMPT = tuple(range(100, 110))
+
+
+class Stage:
+    """A small cluster without faults, for one schedule."""
+
+    world: World
+
+    def __init__(self, trace: Trace = None) -> None:
+        self._trace = trace
+
+    def start(self, engine: EngineKind, **changes: Any) -> World:
+        plan = Plan(
+            engine=engine,
+            prefill_workers=1,
+            decode_workers=1,
+            prefill_ranks=1,
+            decode_ranks=1,
+            kv_heads=4,
+            prefill_pages=32,
+            decode_pages=32,
+            gateways=1,
+            requests=0,
+            rates=FaultRates(),
+            faults=0,
+        )
+        self.world = World(1, msgspec.structs.replace(plan, **changes), self._trace)
+        self.world.network.heal()
+        self.run(1.0)
+        return self.world
+
+    def run(self, seconds: float) -> None:
+        self.world.sim.run_until(self.world.sim.now + seconds)
+
+    def run_until_written(self) -> None:
+        """Until the first write has been accepted."""
+        while not self.world.writes:
+            self.run(0.01)
+
+    def ask(self, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 4) -> Request:
+        return self.world.add_request(prompt, max_tokens)
+
+    def finish(self, fences: int) -> None:
+        """Liveness, and exactly so many fences."""
+        self.world.heal()
+        self.world.run_until_quiet(self.world.sim.now + HEAL_SECONDS_MAX)
+        if self.world.fences != fences:
+            raise Violation(Kind.FENCES, f"{self.world.fences} fences, {fences} expected")
+
+    def expect_answered(self, *requests: Request) -> None:
+        for request in requests:
+            if request.state is not RequestState.ANSWERED:
+                raise Violation(Kind.LIVENESS, f"request {request.serial}: {request.state}")
+
+    @property
+    def prefill(self) -> PrefillWorker:
+        return next(iter(self.world.prefills.values()))
+
+    @property
+    def decode(self) -> DecodeWorker:
+        return next(iter(self.world.decodes.values()))
+
+
+Schedule = Callable[[Stage], None]
+
+
+def run_schedule(schedule: Schedule, trace: Trace = None) -> Result:
+    """Play it; say what it found."""
+    stage = Stage(trace)
+    text, kind = verdict(lambda: schedule(stage))
+    world = stage.world
+    return Result(0, world.sim.events, world.rooms, world.fences, 0, text, kind)
+
+
+def only_first(fate: Fate) -> Callable[[InFlight], Fate]:
+    """The first write meets `fate`, all others succeed."""
+    fates = iter((fate,))
+    return lambda write: next(fates, Fate.SUCCEEDS)
+
+
+def lose_first(kind: type) -> Callable[[Any], Any]:
+    """The first message of `kind` is lost."""
+    lost: list[Any] = []
+
+    def intercept(message: Any) -> Any:
+        if isinstance(message, kind) and not lost:
+            lost.append(message)
+            return None
+        return message
+
+    return intercept
+
+
+def answer_to_revoke_lost(stage: Stage) -> None:
+    """The answer to a `Revoke` is lost; the next `Revoke` is answered too, without a fence."""
+    world = stage.start(EngineKind.MOONCAKE)
+    world.checks_seq = False
+    world.direct = only_first(Fate.CRAWLS)
+    world.network.intercept = lose_first(Drained)
+    request = stage.ask()
+    stage.run_until_written()
+    world.gateways[0].abort(request)
+    stage.finish(fences=0)
+
+
+def complete_without_a_first_token(stage: Stage) -> None:
+    """`FirstToken` lost, then COMPLETE without one: the request goes on in another room."""
+    world = stage.start(EngineKind.TCP)
+    seen: list[Any] = []
+
+    def intercept(message: Any) -> Any:
+        if len(seen) == 2 or not isinstance(message, FirstToken | Drained):
+            return message
+        seen.append(message)
+        is_drained = isinstance(message, Drained)
+        return msgspec.structs.replace(message, first=None) if is_drained else None
+
+    world.network.intercept = intercept
+    request = stage.ask()
+    stage.finish(fences=0)
+    stage.expect_answered(request)
+    if world.rooms != 2:
+        raise Violation(Kind.TOKEN, f"{world.rooms} rooms, 2 expected")
+
+
+def machine_asleep(stage: Stage) -> None:
+    """Every process sleeps past all bounds, in the middle of a hand-over: nobody is accused."""
+    world = stage.start(EngineKind.TCP)
+    world.direct = only_first(Fate.CRAWLS)
+    request = stage.ask()
+    stage.run_until_written()
+    for process in world.processes():
+        process.stall(5.0)
+    stage.run(5.0)
+    stage.finish(fences=0)
+    stage.expect_answered(request)
+
+
+def evicted_while_leased(stage: Stage) -> None:
+    """Cached pages that an open room counts on cannot be evicted."""
+    world = stage.start(EngineKind.TCP)
+    first = stage.ask()
+    stage.run(3.0)
+    stage.expect_answered(first)
+    world.direct = only_first(Fate.CRAWLS)
+    written = world.writes
+    second = stage.ask((*PROMPT[:8], 7, 7, 7))
+    while world.writes == written:
+        stage.run(0.01)
+    if not any(leased.held for leased in stage.decode.scheduler.leased.values()):
+        raise Violation(Kind.INVARIANT, "the schedule meets no prefix hit on decode")
+    stage.decode.cache.evict_all()
+    stage.finish(fences=0)
+    stage.expect_answered(first, second)
+
+
+def decode_restarts_under_a_write(stage: Stage) -> None:
+    """Bytes for the old life arrive when the new one listens on the same generation."""
+    world = stage.start(EngineKind.MOONCAKE)
+    world.direct = only_first(Fate.CRAWLS)
+    request = stage.ask()
+    stage.run_until_written()
+    stage.run(0.05)
+    stage.decode.die("crash")
+    stage.finish(fences=0)
+    stage.expect_answered(request)
+
+
+def fence_beside_another_pair(stage: Stage) -> None:
+    """Two prefill workers on the same generation number; one of them is fenced."""
+    world = stage.start(EngineKind.MOONCAKE, prefill_workers=2)
+    world.direct = only_first(Fate.LANDS_AFTER_ERROR)
+    request = stage.ask()
+    stage.finish(fences=1)
+    stage.run(4.0)
+    stage.expect_answered(request)
+
+
+def revoke_before_the_open(stage: Stage) -> None:
+    """`Grant`, and `Revoke` at its heels."""
+    world = stage.start(EngineKind.TCP)
+
+    def intercept(message: Any) -> Any:
+        if isinstance(message, Grant):
+            world.sim.after(0.005, world.gateways[0].abort, world.requests[0])
+        return message
+
+    world.network.intercept = intercept
+    stage.ask()
+    stage.finish(fences=0)
+    stage.run(2.0)
+
+
+def successor_answers_for_a_living_writer(stage: Stage) -> None:
+    """`Revoke` reaches the new incarnation while the old one has still to write."""
+    world = stage.start(EngineKind.LOCAL)
+    world.direct = only_first(Fate.STARTS_LATE)
+    request = stage.ask()
+    stage.run_until_written()
+    world.start_prefill(world.prefill_slots["p0"])
+    for connection in stage.decode.connections.values():
+        connection.reconnect()
+    stage.run(4.0)
+    stage.finish(fences=0)
+    stage.expect_answered(request)
+
+
+def dirty_end_lost(stage: Stage) -> None:
+    """`Drained(UNSETTLED)` is lost; the room is unknown by the time it is revoked."""
+    world = stage.start(EngineKind.MOONCAKE)
+    world.direct = only_first(Fate.LANDS_AFTER_ERROR)
+    world.network.intercept = lose_first(Drained)
+    request = stage.ask()
+    stage.finish(fences=1)
+    stage.run(4.0)
+    stage.expect_answered(request)
+
+
+def two_ranks_report_twice(stage: Stage) -> None:
+    """Of four ranks, 1 and 3 end twice while writes of 0 and 2 are under way."""
+    world = stage.start(EngineKind.MOONCAKE, prefill_ranks=4)
+
+    def direct(write: InFlight) -> Fate:
+        is_late = write.instance.rank.index in (0, 2)
+        return Fate.CRAWLS if is_late else Fate.SUCCEEDS
+
+    world.direct = direct
+    for rank in stage.prefill.ranks[1::2]:
+        rank.report = twice(rank.report)
+    request = stage.ask()
+    stage.run_until_written()
+    stage.run(0.1)
+    world.gateways[0].abort(request)
+    stage.finish(fences=0)
+    stage.run(2.0)
+
+
+def twice(call: Callable[..., None]) -> Callable[..., None]:
+    def call_twice(*arguments: Any) -> None:
+        call(*arguments)
+        call(*arguments)
+
+    return call_twice
+
+
+def rank_dies_under_a_write(stage: Stage) -> None:
+    """One rank of the writer dies; what it has in the network still lands."""
+    world = stage.start(EngineKind.MOONCAKE, prefill_ranks=2)
+    world.direct = lambda write: Fate.CRAWLS if write.instance.rank.index else Fate.SUCCEEDS
+    request = stage.ask()
+    while not stage.prefill.ranks[1].writers or world.writes < 2:
+        stage.run(0.01)
+    stage.run(0.03)
+    stage.prefill.rank_died(stage.prefill.ranks[1])
+    world.direct = None
+    stage.run(3.0)
+    stage.finish(fences=1)
+    stage.expect_answered(request)
+
+
+def one_unsettled_write(stage: Stage) -> None:
+    """One write does not settle while rooms of two decode workers are open."""
+    world = stage.start(EngineKind.MOONCAKE, decode_workers=2)
+    fates = iter((*[Fate.CRAWLS] * 5, Fate.LANDS_AFTER_ERROR))
+    world.direct = lambda write: next(fates, Fate.CRAWLS)
+    requests = []
+    for serial in range(6):
+        requests.append(stage.ask((serial, *PROMPT)))
+    stage.run(0.5)
+    stage.finish(fences=1)
+    stage.expect_answered(*requests)
+    undisturbed = [d for d in world.decodes.values() if not d.table.fences]
+    if [d.failures for d in undisturbed] != [0]:
+        raise Violation(Kind.FENCES, "the other pair was disturbed")
+
+
+def room_without_pages_ends_dirty(stage: Stage) -> None:
+    """A room that was granted no pages ends UNSETTLED: its pair must be usable again."""
+    stage.start(EngineKind.TCP)
+    request = stage.ask(max_tokens=1)
+    while not stage.world.rooms:
+        stage.run(0.01)
+    while not stage.prefill.ranks[0].writers:
+        stage.run(0.001)
+    rank = stage.prefill.ranks[0]
+    rank.post(rank.lose_task, next(iter(rank.writers)))
+    stage.finish(fences=1)
+    stage.expect_answered(request)
+
+
+SCHEDULES: tuple[Schedule, ...] = (
+    answer_to_revoke_lost,
+    complete_without_a_first_token,
+    machine_asleep,
+    evicted_while_leased,
+    decode_restarts_under_a_write,
+    fence_beside_another_pair,
+    revoke_before_the_open,
+    successor_answers_for_a_living_writer,
+    dirty_end_lost,
+    two_ranks_report_twice,
+    rank_dies_under_a_write,
+    one_unsettled_write,
+    room_without_pages_ends_dirty,
+)
