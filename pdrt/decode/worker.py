@@ -365,14 +365,15 @@ class DecodeWorker:
         log.info("leaving", extra={"requests": len(self.scheduler.requests)})
         self._leave_by = now + self.config.shutdown_timeout
         self.rooms.is_admitting = False
-        for request in list(self.scheduler.requests.values()):
-            if request.state is RequestState.QUEUED:
-                self._finish(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
         self.links.announce(now)
         self._leave_when_done(now)
 
     def _leave_when_done(self, now: float) -> None:
         assert self._leave_by is not None
+        # Those who wait, also for a new room, would wait for nothing: no room is opened here.
+        for request in list(self.scheduler.requests.values()):
+            if request.state is RequestState.QUEUED:
+                self._finish(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
         if not self.scheduler.requests:
             self.loop.end(ExitCode.STOPPED, "left")
         elif now >= self._leave_by:

@@ -1,7 +1,8 @@
 """One task per room and rank: the single writer of that room's transfer.
 
 Others put events into its inbox; it alone drives the `RoomWriter`, submits writes, and reports
-the end, as its last act. An unexpected exception ends this room as UNSETTLED and nothing else.
+the end, as its last act. An unexpected exception ends this room as UNSETTLED and nothing else,
+and not before the forwards that fill its source pages have returned.
 """
 
 from __future__ import annotations
@@ -113,10 +114,17 @@ class RoomTask:
         self._inbox_max = inbox_max
         self._wake = asyncio.Event()
         self._is_ended = False
+        # Forwards that have been posted and have not returned, whatever became of this task.
+        self._forwards = 0
 
     def post(self, event: RoomEvent) -> None:
         """Never blocks. A full inbox closes the room; what proves that something has ended
         (`Settled`, `ForwardEnded`) is always taken, being bounded by what was begun."""
+        match event:
+            case ForwardStarted():
+                self._forwards += 1
+            case ForwardEnded():
+                self._forwards -= 1
         if len(self._inbox) >= self._inbox_max and isinstance(event, PagesFinished):
             event = Close(Reason.INBOX_FULL, f"{len(self._inbox)} events are waiting")
         self._inbox.append(event)
@@ -132,6 +140,9 @@ class RoomTask:
                     self._apply(self._handle(self._inbox.popleft()))
         except Exception as error:
             log.exception("room task failed", extra={"room": self.room})
+            while self._forwards:
+                self._wake.clear()
+                await self._wake.wait()
             bytes_written = 0
             end = RankEnd(Outcome.UNSETTLED, Reason.TASK_FAILED, bytes_written, repr(error))
             self._end(end)

@@ -66,7 +66,7 @@ class WorkerLoop:
             async with self._group:
                 self.start(self._tick(), "tick")
                 for coroutine in work:
-                    self.start(coroutine, coroutine.__name__)
+                    self.start(coroutine, "work")
                 code = await self._ended
                 for task in list(self._tasks):
                     task.cancel()

@@ -218,6 +218,12 @@ class Deployment:
             "pairing",
         )
 
+    def forgive(self, worker: object) -> None:
+        """It was meant to break."""
+        del self._runs[worker]
+        self.prefills = [p for p in self.prefills if p is not worker]
+        self.decodes = [d for d in self.decodes if d is not worker]
+
     async def exit_code(self, worker: object) -> ExitCode:
         async with asyncio.timeout(HANG_SECONDS):
             return await self._runs[worker]

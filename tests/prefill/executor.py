@@ -65,6 +65,37 @@ def _pattern(layout: KvLayout) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32).view(shape) * 4
 
 
+class Gate:
+    """Open at first. While it is closed only so many pass as are let through."""
+
+    def __init__(self) -> None:
+        self._is_open = asyncio.Event()
+        self._passes = asyncio.Semaphore(0)
+        self.set()
+
+    def set(self) -> None:
+        self._is_open.set()
+
+    def clear(self) -> None:
+        self._is_open.clear()
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._is_open.is_set()
+
+    def step(self) -> None:
+        """Let one through."""
+        self._passes.release()
+
+    async def wait(self) -> None:
+        waits = [asyncio.ensure_future(x) for x in (self._is_open.wait(), self._passes.acquire())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
 class StandInExecutor:
     """As `pdrt.model.executor.Executor`, one step at a time."""
 
@@ -75,9 +106,8 @@ class StandInExecutor:
         self.layout = layout
         self.pages = pages
         self.pool = KvPool(layout, pages, torch.device("cpu"))
-        self.gate = asyncio.Event()
-        """Steps wait in the middle while it is clear."""
-        self.gate.set()
+        self.gate = Gate()
+        """Where each step waits, in its middle."""
         self.steps: list[list[Row]] = []
         self.failures = 0
         """So many of the next steps raise."""
@@ -98,7 +128,8 @@ class StandInExecutor:
         owners = {page: self.page_owner(page) for page in touched}
         try:
             await asyncio.sleep(0)
-            await self.gate.wait()
+            if self.gate.is_closed:
+                await self.gate.wait()
             assert owners == {page: self.page_owner(page) for page in touched}
             if self.failures:
                 self.failures -= 1
