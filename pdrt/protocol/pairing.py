@@ -158,9 +158,10 @@ class Pairing:
             return []
         del peer.generations[generation]
         peer.floor = min(peer.generations, default=peer.newest_generation + 1)
-        if peer.is_wanted and not peer.generations:
-            return [GenerationRetired(endpoint, generation), *self._open_generation(peer, now)]
-        return [GenerationRetired(endpoint, generation), *self._hello(peer, now)]
+        is_next = peer.is_wanted and not peer.generations
+        effects = self._open_generation(peer, now) if is_next else self._hello(peer, now)
+        # Last, as what follows from it may retire the generation that the `Hello` shows.
+        return [*effects, GenerationRetired(endpoint, generation)]
 
     def retire(self, endpoint: str, now: float) -> list[PairingEffect]:
         """Fence whoever writes into the newest generation: no new grants on it, the next one in
