@@ -102,18 +102,21 @@ class ForwardContext:
     ) -> np.ndarray[Any, Any]:
         """Index, in the pool as (-1, head_dim), of layer 0's (token, kv_head, k/v)."""
         layout = self.pool.layout
+        size = layout.page_size
+        # Only the pages written to: a decode row has one, however long its table is.
+        touched = [row.pages[row.start // size : (row.end - 1) // size + 1] for row in packed]
         pages = np.concatenate(
             [
-                np.asarray(row.pages, dtype=np.int64)[
-                    np.arange(row.start, row.end) // layout.page_size
+                np.asarray(used, dtype=np.int64)[
+                    np.arange(row.start, row.end) // size - row.start // size
                 ]
-                for row in packed
+                for row, used in zip(packed, touched, strict=True)
             ]
         )
         heads = np.arange(layout.kv_heads, dtype=np.int64)
         page_head = pages[:, None] * layout.kv_heads + heads
         block = page_head[:, :, None] * layout.layers * 2 + np.arange(2)
-        slots = block * layout.page_size + (positions % layout.page_size)[:, None, None]
+        slots = block * size + (positions % size)[:, None, None]
         return np.asarray(slots).reshape(-1)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:

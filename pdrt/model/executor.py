@@ -73,10 +73,14 @@ class Executor:
             progress(f"loading {identity.name}")
             # On the compute thread, so that its cores' memory holds the weights and the pool.
             loaded, pool = thread.submit(_load, directory, model, identity, target).result()
-            executor = cls(loaded, pool, identity, thread)
-            executor.step_blocking(_warm_up_rows(executor))
         except BaseException:
             thread.shutdown()
+            raise
+        executor = cls(loaded, pool, identity, thread)
+        try:
+            executor.step_blocking(_warm_up_rows(executor))
+        except BaseException:
+            executor.close()
             raise
         return executor
 

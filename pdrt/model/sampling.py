@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pdrt.sampling import Sampling
 
 CANDIDATES = 256
-"""Largest probabilities looked at first; only a row whose top-p reaches further sorts them all."""
+"""Largest probabilities looked at first, for all rows together."""
+MORE_CANDIDATES = 4096
+"""Looked at for a row whose top-p reaches further; only one that reaches further still sorts."""
+
+BLOCK = 256
+"""Tokens whose probabilities are summed at once when a draw is looked up."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -47,6 +53,7 @@ def sample(
     chosen = [samplings[index] for index in random_rows]
     draws = [uniform(samplings[index].seed, positions[index]) for index in random_rows]
     rows = torch.tensor(random_rows, device=logits.device)
+    # A copy, on which `_draw` works in place: fresh memory costs more than the arithmetic.
     tokens[rows] = _draw(logits[rows].float(), chosen, draws)
     return [int(token) for token in tokens.tolist()]
 
@@ -88,7 +95,10 @@ def _mask_ends(
 
 
 def _draw(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[float]) -> Tensor:
-    """Inverse CDF, in order of token ids, over the probabilities that the filters keep."""
+    """Inverse CDF, in order of token ids, over the probabilities that the filters keep.
+
+    `logits` (float32) are overwritten.
+    """
     likelihood = _likelihood(logits, samplings)
     if any(s.top_k > 0 or s.top_p < 1 for s in samplings):
         _filter_top(likelihood, samplings)
@@ -96,26 +106,45 @@ def _draw(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[float])
         # The most likely token has likelihood 1.
         floor = torch.tensor([min(s.min_p, 1.0) for s in samplings], device=logits.device)
         likelihood[likelihood < floor[:, None].to(likelihood.dtype)] = 0
-    # Double precision: in single, the rounding of 50,000 sums shifts probabilities visibly.
-    cumulative = likelihood.double().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    target = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None] * total
-    # A product rounded up to the total would point behind the last token.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return _invert(likelihood, torch.tensor(draws, dtype=torch.float64, device=logits.device))
+
+
+def _invert(likelihood: Tensor, draws: Tensor) -> Tensor:
+    """Per row, the token at which the running sum exceeds the draw's share of the total.
+
+    In two levels, blocks and then the tokens of one block: a running sum over the vocabulary is
+    slow. In double precision: in single, the rounding of 50,000 sums shifts probabilities.
+    """
+    rows, vocabulary = likelihood.shape
+    blocks = F.pad(likelihood, (0, -vocabulary % BLOCK)).view(rows, -1, BLOCK)
+    block_ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = _below(draws[:, None] * block_ends[:, -1:], block_ends[:, -1:])
+    block = torch.searchsorted(block_ends, target, right=True)
+    ends_before = F.pad(block_ends, (1, 0)).gather(1, block)
+    within = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(dim=-1)
+    rest = _below(target - ends_before, within[:, -1:])
+    return (block * BLOCK + torch.searchsorted(within, rest, right=True))[:, 0]
+
+
+def _below(target: Tensor, total: Tensor) -> Tensor:
+    """`target`, kept under `total`: rounded up to it, it would point behind the last token."""
+    return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
 
 
 def _likelihood(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Probabilities up to a factor: the most likely token has 1. Finite for any temperature."""
+    """Probabilities up to a factor: the most likely token has 1. Finite for any temperature.
+
+    Works in place: `logits` is what is returned.
+    """
     largest = torch.finfo(logits.dtype).max
     # NaN counts as impossible, infinity as the largest number; -inf (masked) stays as it is.
-    logits = torch.nan_to_num(logits, nan=float("-inf"), posinf=largest, neginf=float("-inf"))
+    logits.nan_to_num_(nan=float("-inf"), posinf=largest, neginf=float("-inf"))
     peak = logits.amax(dim=-1, keepdim=True).clamp_(min=-largest)
     temperature = torch.tensor(
         [s.temperature for s in samplings], dtype=torch.float64, device=logits.device
     )
     scale = temperature.clamp(min=1e-30, max=1e30).to(logits.dtype)[:, None]
-    likelihood = ((logits - peak) / scale).exp_()
+    likelihood = logits.sub_(peak).div_(scale).exp_()
     # A row without a single possible token (all NaN): any token is as good as another.
     likelihood[likelihood.sum(dim=-1) == 0] = 1
     return likelihood
@@ -133,6 +162,9 @@ def _filter_top(likelihood: Tensor, samplings: Sequence[Sampling]) -> None:
             continue
         mass = float(likelihood[row].double().sum()) if top_k == vocabulary else None
         threshold = _threshold(values[row], top_k, sampling.top_p, mass)
+        if threshold is None:
+            more = likelihood[row].topk(min(vocabulary, MORE_CANDIDATES)).values
+            threshold = _threshold(more, top_k, sampling.top_p, mass)
         if threshold is None:
             ordered = likelihood[row].sort(descending=True).values
             threshold = _threshold(ordered, top_k, sampling.top_p, mass)

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrt.model.sampling import CANDIDATES, _filter_top, _likelihood, sample, uniform
+from pdrt.model.sampling import (
+    CANDIDATES,
+    MORE_CANDIDATES,
+    _filter_top,
+    _likelihood,
+    sample,
+    uniform,
+)
 from pdrt.sampling import Sampling
 
 
@@ -80,7 +87,7 @@ def test_draws_are_pinned() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_filters_match_the_naive_reference(data: st.DataObject) -> None:
-    vocabulary = data.draw(st.sampled_from([5, 40, CANDIDATES + 300]))
+    vocabulary = data.draw(st.sampled_from([5, 40, CANDIDATES + 300, MORE_CANDIDATES + 1000]))
     seed = data.draw(st.integers(0, 10_000))
     sampling = Sampling(
         max_tokens=1,
