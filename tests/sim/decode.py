@@ -50,16 +50,18 @@ class DecodeRank(Rank):
         name = self.segment_name(endpoint, generation)
         world.fabric.register(name, self)
         segment = Segment(self.index, world.plan.engine.value, name.encode())
-        world.sim.after(
-            0.005, self.answer, self.worker.segment_opened, endpoint, generation, segment
-        )
+        if not world.chance(world.plan.rates.segment_hangs):
+            world.sim.after(
+                0.005, self.answer, self.worker.segment_opened, endpoint, generation, segment
+            )
 
     def close_segment(self, endpoint: str, generation: int) -> None:
         """Tear down: what is in the network may land until it is done."""
         sim = self.worker.world.sim
         is_tcp = self.worker.world.plan.engine is EngineKind.TCP
         seconds = 0.001 if is_tcp else 0.005 + sim.rng.random() * 0.3
-        sim.after(seconds, self.post, self.segment_gone, endpoint, generation)
+        if not self.worker.world.chance(self.worker.world.plan.rates.segment_hangs):
+            sim.after(seconds, self.post, self.segment_gone, endpoint, generation)
 
     def segment_gone(self, endpoint: str, generation: int) -> None:
         self.worker.world.fabric.tear_down(self.segment_name(endpoint, generation))
@@ -107,11 +109,15 @@ class DecodeWorker(Process):
         self.world.sim.say(self.name, "<- %s", message)
         return self.table.receive(endpoint, message, self.world.sim.now)
 
-    def want(self, endpoint: str) -> Iterable[Any]:
-        return self.table.want(endpoint, self.world.sim.now)
-
-    def unwant(self, endpoint: str) -> None:
-        self.table.unwant(endpoint)
+    def look_up(self) -> Iterable[Any]:
+        """Gateways repeat which prefill endpoints there are."""
+        effects: list[Any] = []
+        for endpoint in self.world.prefill_slots:
+            if self.world.listed(endpoint):
+                effects += self.table.want(endpoint, self.world.sim.now)
+            else:
+                self.table.unwant(endpoint)
+        return effects
 
     def segment_opened(self, endpoint: str, generation: int, segment: Segment) -> Iterable[Any]:
         return self.table.segment_opened(
@@ -144,7 +150,7 @@ class DecodeWorker(Process):
         for rank in self.ranks[1:]:
             if not rank.is_hung:
                 self.table.rank_heard(rank.index, now)
-        effects = [*self.table.handle_timer(now), *self.scheduler.expire(now)]
+        effects = [*self.look_up(), *self.table.handle_timer(now), *self.scheduler.expire(now)]
         return [*effects, *self.scheduler.admit()]
 
     # Effects

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pdrt.protocol.messages import Reason
-from tests.sim.decode import DecodeWorker
 from tests.sim.plan import CONFIG, FAULTS_UNTIL_SECONDS, PAGE_SIZE
 from tests.sim.requests import Request
-from tests.sim.world import World
+from tests.sim.world import PrefillSlot, World
 
 
 def add_load(world: World) -> None:
@@ -56,6 +55,8 @@ def add_faults(world: World) -> None:
         reconnect,
         reconnect,
         leave_for_good,
+        leave_gracefully,
+        move,
         lose_task,
         end_room,
         vanish,
@@ -170,9 +171,25 @@ def leave_for_good(world: World) -> None:
     slot.is_gone = True
     for worker in list(slot.listeners):
         worker.die("leaves for good")
-    for decode in world.decodes.values():
-        seconds = world.sim.rng.random() * 4.0
-        world.sim.after(seconds, decode.post, decode.unwant, slot.endpoint)
+    world.sim.after(world.sim.rng.random() * 4.0, delist, slot)
+
+
+def delist(slot: PrefillSlot) -> None:
+    slot.unlisted_until = float("inf")
+
+
+def move(world: World) -> None:
+    """Its next life has another endpoint; the table of endpoints fills with old ones."""
+    slots = [slot for slot in world.prefill_slots.values() if not slot.is_gone]
+    if slots:
+        world.move_prefill(world.sim.rng.choice(slots))
+
+
+def leave_gracefully(world: World) -> None:
+    """Shutdown: nothing new, what runs is finished, then it ends."""
+    if world.prefills:
+        worker = world.sim.rng.choice(list(world.prefills.values()))
+        worker.post(worker.table.leave)
 
 
 def lose_task(world: World) -> None:
@@ -202,13 +219,6 @@ def vanish(world: World) -> None:
 
 def flap(world: World) -> None:
     """An endpoint is unwanted, and wanted again."""
-    endpoint = world.sim.rng.choice(list(world.prefill_slots))
-    for decode in world.decodes.values():
-        decode.post(decode.unwant, endpoint)
-        seconds = world.sim.rng.random() ** 2 * CONFIG.silence_seconds
-        world.sim.after(seconds, want_again, world, decode, endpoint)
-
-
-def want_again(world: World, decode: DecodeWorker, endpoint: str) -> None:
-    if not world.prefill_slots[endpoint].is_gone:
-        decode.post(decode.want, endpoint)
+    slot = world.sim.rng.choice(list(world.prefill_slots.values()))
+    seconds = world.sim.rng.random() ** 2 * 2 * CONFIG.silence_seconds
+    slot.unlisted_until = max(slot.unlisted_until, world.sim.now + seconds)

@@ -26,9 +26,9 @@ CONFIG = ProtocolConfig(
     quarantine_after_seconds=1.0,
     request_timeout_seconds=9.0,
     rooms_per_request_max=3,
-    rooms_max=64,
-    decode_incarnations_max=64,
-    prefill_endpoints_max=8,
+    rooms_max=12,
+    decode_incarnations_max=5,
+    prefill_endpoints_max=4,
 )
 """The defaults' proportions on a shorter scale, so that a run has few idle ticks."""
 
@@ -73,6 +73,8 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True):
     engine_refuses: float = 0.0
     engine_hangs: float = 0.0
     """Opening or destroying an instance never ends."""
+    segment_hangs: float = 0.0
+    """Opening or tearing down a segment never ends."""
     abort: float = 0.0
     """Of a request: its client goes, or it is moved to another decode worker."""
 
@@ -126,6 +128,7 @@ def draw(rng: random.Random) -> Plan:
             task_fails=0.01,
             engine_refuses=0.03,
             engine_hangs=rng.choice((0.0, 0.0, 0.02)),
+            segment_hangs=rng.choice((0.0, 0.0, 0.01)),
             abort=rng.choice((0.1, 0.4)),
         ),
         faults=rng.randint(3, 16),

@@ -242,9 +242,16 @@ class PrefillWorker(Process):
         for rank in self.ranks[1:]:
             if not rank.is_hung:
                 self.table.rank_heard(rank.index, now)
-        effects = self.table.handle_timer(now)
+        effects = list(self.table.handle_timer(now))
         self.start_forward()
+        if self.table.is_leaving:
+            effects += self.leave_when_done()
+        elif self.table.peers.is_full:
+            effects += self.table.leave()
         return effects
+
+    def leave_when_done(self) -> Iterable[Any]:
+        return [] if self.sources else [EndWorker("has left")]
 
     # Effects
 

@@ -31,6 +31,7 @@ class PrefillSlot:
         self.lives = 0
         self.is_gone = False
         """For good."""
+        self.unlisted_until = 0.0
         self.listeners: list[PrefillWorker] = []
 
 
@@ -98,6 +99,16 @@ class World:
         slot.listeners.append(worker)
         self.prefills[incarnation] = worker
 
+    def move_prefill(self, slot: PrefillSlot) -> None:
+        """Its next life will listen on another port."""
+        slot.is_gone = True
+        slot.unlisted_until = float("inf")
+        for worker in list(slot.listeners):
+            worker.die("moves to another port")
+        endpoint = f"p{len(self.prefill_slots)}"
+        self.prefill_slots[endpoint] = PrefillSlot(endpoint)
+        self.sim.after(RESTART_SECONDS, self.start_prefill, self.prefill_slots[endpoint])
+
     def start_decode(self, slot: DecodeSlot) -> None:
         if slot.is_gone:
             return
@@ -108,9 +119,11 @@ class World:
         self.sim.say(worker.name, "starts as %x", incarnation)
         slot.workers.append(worker)
         self.decodes[incarnation] = worker
-        for endpoint, prefill_slot in self.prefill_slots.items():
-            if not prefill_slot.is_gone:
-                worker.post(worker.want, endpoint)
+        worker.post(worker.look_up)
+
+    def listed(self, endpoint: str) -> bool:
+        """What gateways say of a prefill endpoint, sooner or later."""
+        return self.sim.now >= self.prefill_slots[endpoint].unlisted_until
 
     def worker_died(self, worker: Process) -> None:
         """A supervisor starts the next incarnation; holders of a pidfd hear of the death."""
@@ -179,10 +192,8 @@ class World:
                 prefill.die("superseded")
         for process in self.processes():
             process.wake()
-        for decode in self.decodes_alive():
-            for endpoint, prefill_slot in self.prefill_slots.items():
-                call = decode.unwant if prefill_slot.is_gone else decode.want
-                decode.post(call, endpoint)
+        for prefill_slot in self.prefill_slots.values():
+            prefill_slot.unlisted_until = float("inf") if prefill_slot.is_gone else 0.0
 
     def run(self) -> None:
         """Faults, healing, liveness."""
@@ -206,14 +217,18 @@ class World:
             if request.state is RequestState.WAITING:
                 return f"request {request.serial} has had no answer"
         for decode in self.decodes.values():
+            if decode.scheduler.sequences or decode.scheduler.queue:
+                return f"{decode.name}: sequences are still running"
             if decode.table.leases:
                 return f"{decode.name}: leases {list(map(str, decode.table.leases))}"
-            for endpoint, peer in decode.table.pairing.peers.items():
-                if self.prefill_slots[endpoint].is_gone:
-                    if peer.is_connected:
+            peers = decode.table.pairing.peers
+            for endpoint, slot in self.prefill_slots.items():
+                peer = peers.get(endpoint)
+                if slot.is_gone:
+                    if peer is not None and peer.is_connected:
                         return f"{decode.name}: {endpoint} has gone and is not let go"
-                elif not peer.is_usable():
-                    return f"{decode.name}: {endpoint} is not usable: {peer.state}, {peer.refusal}"
+                elif peer is None or not peer.is_usable():
+                    return f"{decode.name}: {endpoint} is not usable: {peer and peer.__dict__}"
         for prefill in self.prefills.values():
             if prefill.sources or prefill.table.rooms:
                 return f"{prefill.name}: rooms {list(map(str, prefill.sources))}"
