@@ -18,6 +18,8 @@ FRAMES_PER_TURN = 256
 """Frames dispatched before other callbacks of the loop get their turn."""
 QUEUE_FRAMES_MAX = 8192
 """Per peer and direction: twice the rooms of a worker; beyond it a send is refused."""
+CLOSE_MS = 1000
+"""What was said last still leaves after `close`, in libzmq's own thread, for this long."""
 HEARTBEAT_MS = 1000
 """libzmq's own heartbeat: a connection that is half open is dropped and dialled again."""
 
@@ -28,7 +30,7 @@ class _Socket:
     def __init__(self, kind: int, frame_bytes_max: int) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         for option, value in (
-            (zmq.LINGER, 0),
+            (zmq.LINGER, CLOSE_MS),
             (zmq.SNDHWM, QUEUE_FRAMES_MAX),
             (zmq.RCVHWM, QUEUE_FRAMES_MAX),
             # Larger ones cost the sender its connection before they cost us memory.
@@ -89,7 +91,7 @@ class _Socket:
         return True
 
     def close(self) -> None:
-        """Close at once; what was not sent is dropped. Idempotent."""
+        """Read nothing more; what is queued is sent meanwhile, if somebody takes it. Idempotent."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
             self._socket.close()

@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
@@ -121,7 +121,9 @@ class LocalSender:
         instance = self._instances.get((request.decode, request.generation))
         if instance is None or not instance.takes_writes:
             raise EngineError(f"generation {request.generation} takes no new writes")
-        size = instance.sizes[request.decode_rank]
+        size = instance.sizes.get(request.decode_rank)
+        if size is None:
+            raise EngineError(f"decode rank {request.decode_rank} has shown no segment")
         for piece in request.ranges:
             if not (0 <= piece.target_offset <= size - piece.length):
                 raise EngineError(f"{piece} lies outside of the peer's pool ({size} bytes)")
@@ -131,11 +133,14 @@ class LocalSender:
         answer = _OneAnswer(on_settled)
         self._watch(answer, instance, self._pieces_copied)
         future = self._thread.submit(self._copy, instance, request)
-        future.add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(
-                self._copied, instance, answer, done.exception()
-            )
-        )
+
+        def copied(done: Future[None]) -> None:
+            # Neither a dropped copy nor one that outlives the loop has anybody to answer to.
+            if not done.cancelled() and not self._loop.is_closed():
+                error = done.exception()
+                self._loop.call_soon_threadsafe(self._copied, instance, answer, error)
+
+        future.add_done_callback(copied)
 
     def _copy(self, instance: _Instance, request: WriteRequest) -> None:
         """On the copying thread. ctypes lets go of the GIL during each memmove."""
@@ -238,7 +243,10 @@ def _map(segment: Segment) -> mmap.mmap:
             raise EngineError(f"process {process.pid} is not the decode worker that named it")
         if found.st_size != descriptor.size_bytes:
             raise EngineError(f"decode pool has {found.st_size} bytes, not {descriptor.size_bytes}")
-        mapping = mmap.mmap(fd, descriptor.size_bytes, mmap.MAP_SHARED)
+        try:
+            mapping = mmap.mmap(fd, descriptor.size_bytes, mmap.MAP_SHARED)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"cannot map the decode pool: {error}") from error
         mapping.madvise(mmap.MADV_DONTFORK)
         return mapping
     finally:

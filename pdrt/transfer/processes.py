@@ -57,7 +57,7 @@ class ProcessHandle:
         self.pid = process.pid
         try:
             self.fd = os.pidfd_open(process.pid)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise PeerRefused(f"process {process.pid} cannot be opened: {error}") from error
         # Verified after opening: from here on the pidfd cannot come to mean another process.
         found = start_time(process.pid)

@@ -128,9 +128,10 @@ async def test_a_chunk_is_planned_for_a_room_that_closes(pair: Pair, copies: Cop
     await until(lambda: pair.prefill_executor.is_running, "a chunk")
     ((_, task),) = pair.prefill.handover._tasks.items()
     ends = overheard(task)
-    for done in (1, 2):
-        pair.prefill_executor.gate.step()
-        await until(lambda: len(pair.prefill_executor.steps) == 1 + done, "the next chunk")
+    pair.prefill_executor.gate.step()
+    await until(lambda: len(pair.prefill_executor.steps) == 2, "the second chunk")
+    pair.prefill_executor.gate.step()
+    await until(lambda: len(pair.prefill_executor.steps) == 3, "the third chunk")
     copies.failures = 1
     await until(lambda: task.writer.outstanding == 2, "two writes")
     copies.step()
