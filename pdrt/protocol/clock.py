@@ -23,6 +23,9 @@ class SilenceClock(Generic[Peer]):
         self._silence_seconds = silence_seconds
         self._tick_late_seconds = tick_late_seconds
         self._last_tick = now
+        self.slept_seconds = 0.0
+        """How long we were asleep before the last tick. Deadlines that others must meet move by as
+        much: their answers could not be read."""
         self._heard: dict[Peer, float] = {}
 
     def heard(self, peer: Peer, now: float) -> None:
@@ -38,9 +41,10 @@ class SilenceClock(Generic[Peer]):
 
     def tick(self, now: float) -> list[Peer]:
         """The peers that were silent past the bound; they are no longer watched."""
-        was_asleep = now - self._last_tick > self._tick_late_seconds
+        pause = now - self._last_tick
         self._last_tick = now
-        if was_asleep:
+        self.slept_seconds = pause if pause > self._tick_late_seconds else 0.0
+        if self.slept_seconds:
             self._heard = dict.fromkeys(self._heard, now)
             return []
         silent = [p for p, heard in self._heard.items() if now - heard > self._silence_seconds]

@@ -281,6 +281,7 @@ class DecodePeers:
             effects += self._advance(peer, now)
         for peer in self.known.values():
             for number, engine in list(peer.engines.items()):
+                engine.deadline += self._silence.slept_seconds
                 if now > engine.deadline:
                     effects += self._overdue(peer, number, engine, now)
         return lost, effects

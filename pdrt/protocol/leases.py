@@ -139,7 +139,7 @@ class Lease:
         self.revoking_at = 0.0
         self.reason: Reason | None = None
         self.fence_at = float("inf")
-        """When a fence is due; only ever moved forward, towards now."""
+        """When a fence is due. Moved towards now, and away from it only by sleep of our own."""
         self.fence_reason = ""
         self.resend_at = 0.0
         self.resend_pause = 0.0
@@ -519,7 +519,9 @@ class LeaseTable:
 
     def handle_timer(self, now: float) -> list[DecodeEffect]:
         """Every `TICK_SECONDS`, after everything inbound has been read."""
-        effects = self._resolve(self.pairing.handle_timer(now), now)
+        notices = self.pairing.handle_timer(now)
+        self._do_not_age(self.pairing.slept_seconds, now)
+        effects = self._resolve(notices, now)
         for lease in list(self._revoking.values()):
             if lease.room in self.leases and not lease.is_answered and now >= lease.resend_at:
                 effects += self._send_revoke(lease, now)
@@ -529,6 +531,14 @@ class LeaseTable:
             effects += self._let_go(endpoint, now)
         effects += self._ranks.handle_timer(now)
         return effects
+
+    def _do_not_age(self, slept_seconds: float, now: float) -> None:
+        """Whoever sleeps cannot read the answer to a `Revoke`, and cannot send it again."""
+        for lease in self._revoking.values():
+            if lease.fence_at > now - slept_seconds:
+                shift = min(slept_seconds, now - lease.revoking_at)
+                lease.revoking_at += shift
+                lease.fence_at += shift
 
     def rank_heard(self, rank: int, now: float) -> None:
         """A sign of life of another rank of this worker."""

@@ -90,6 +90,11 @@ class Pairing:
             config.silence_seconds, config.tick_late_seconds, now
         )
 
+    @property
+    def slept_seconds(self) -> float:
+        """How long this worker was asleep before its last tick."""
+        return self._silence.slept_seconds
+
     def next_seq(self) -> int:
         """Fresh for every message, taken in the same step as the send."""
         self._seq += 1
@@ -300,12 +305,13 @@ class Pairing:
         """Judge silence, send heartbeats, bound what ranks may take. The caller has read
         everything inbound first."""
         effects: list[PairingEffect] = []
+        silent = self._silence.tick(now)
         for peer in self.peers.values():
             if now >= peer.hello_due and peer.is_connected:
                 effects += self._hello(peer, now)
             effects += self._overdue(peer, now)
         # Last, as a notice becomes `Revoke`s, whose seq is taken after that of the `Hello`s.
-        for endpoint in self._silence.tick(now):
+        for endpoint in silent:
             peer = self.peers[endpoint]
             self._lose(peer, now)
             assert peer.writer is not None, endpoint
@@ -320,6 +326,7 @@ class Pairing:
 
     def _overdue(self, peer: WriterPeer, now: float) -> Iterator[PairingEffect]:
         for generation in peer.generations.values():
+            generation.deadline += self.slept_seconds
             if generation.waiting and now > generation.deadline:
                 yield EndWorker(
                     f"ranks {sorted(generation.waiting)} did not confirm {generation.state.value} "

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pdrt.protocol.decode_peers import EngineState
 from pdrt.protocol.messages import Drained, FirstToken, Grant
 from tests.sim.core import Kind, Violation
 from tests.sim.decode import DecodeWorker
@@ -309,6 +310,53 @@ def room_without_pages_ends_dirty(stage: Stage) -> None:
     stage.expect_answered(request)
 
 
+def decode_asleep_in_a_teardown(stage: Stage) -> None:
+    """A decode leader that slept does not end for its own rank's sake."""
+    world = stage.start(EngineKind.MOONCAKE)
+    world.direct = only_first(Fate.LANDS_AFTER_ERROR)
+    request = stage.ask()
+    decode, peer = stage.decode, stage.decode.table.pairing.peers["p0"]
+    while not peer.is_retiring:
+        stage.run(0.001)
+    decode.stall(5.0)
+    stage.run(6.0)
+    stage.finish(fences=1)
+    stage.expect_answered(request)
+    if not decode.is_alive:
+        raise Violation(Kind.FENCES, "it ended itself for having slept")
+
+
+def prefill_asleep_in_a_teardown(stage: Stage) -> None:
+    """The same of a prefill leader, whose engine instance is being destroyed."""
+    world = stage.start(EngineKind.TCP)
+    world.direct = only_first(Fate.LANDS_AFTER_ERROR)
+    request = stage.ask()
+    prefill = stage.prefill
+    peer = next(iter(prefill.table.peers.known.values()))
+    while not any(e.state is EngineState.CLOSING for e in peer.engines.values()):
+        stage.run(0.001)
+    prefill.stall(5.0)
+    stage.run(6.0)
+    stage.finish(fences=1)
+    stage.expect_answered(request)
+    if not prefill.is_alive:
+        raise Violation(Kind.FENCES, "it ended itself for having slept")
+
+
+def machine_asleep_after_a_revoke(stage: Stage) -> None:
+    """A lease does not age while everybody sleeps: its writer drains once it may."""
+    world = stage.start(EngineKind.LOCAL)
+    world.direct = only_first(Fate.CRAWLS)
+    request = stage.ask()
+    stage.run_until_written()
+    world.gateways[0].abort(request)
+    stage.run(0.02)
+    for process in world.processes():
+        process.stall(8.0)
+    stage.run(8.0)
+    stage.finish(fences=0)
+
+
 SCHEDULES: tuple[Schedule, ...] = (
     answer_to_revoke_lost,
     complete_without_a_first_token,
@@ -323,4 +371,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     rank_dies_under_a_write,
     one_unsettled_write,
     room_without_pages_ends_dirty,
+    decode_asleep_in_a_teardown,
+    prefill_asleep_in_a_teardown,
+    machine_asleep_after_a_revoke,
 )

@@ -265,6 +265,22 @@ def sleeper_accuses() -> list[Patch]:
     return [(SilenceClock, "tick", tick)]
 
 
+@mutant(Kind.FENCES, schedule=schedules.machine_asleep_after_a_revoke)
+def leases_age_in_their_sleep() -> list[Patch]:
+    """Lost peers: every age runs on the same clock, which stands still while its owner sleeps."""
+
+    def do_not_age(self: LeaseTable, slept_seconds: float, now: float) -> None:
+        return
+
+    return [(LeaseTable, "_do_not_age", do_not_age)]
+
+
+@mutant(Kind.FENCES, schedule=schedules.decode_asleep_in_a_teardown)
+def sleeper_accuses_its_ranks() -> list[Patch]:
+    """Lost peers: deadlines of ranks move by the sleep of whoever judges them."""
+    return [(Pairing, "slept_seconds", 0.0)]
+
+
 @mutant(Kind.INVARIANT, Kind.CONTENT, schedule=schedules.evicted_while_leased)
 def prefix_not_held_on_decode() -> list[Patch]:
     """I1: cached pages that a lease counts on are held by it."""

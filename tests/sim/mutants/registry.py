@@ -11,7 +11,7 @@ from tests.sim.core import Kind
 from tests.sim.run import Result, run_calm_seed, run_seed
 from tests.sim.schedules import Schedule, run_schedule
 
-Patch = tuple[object, str, Callable[..., Any]]
+Patch = tuple[object, str, Any]
 
 
 class Mutant:
