@@ -94,7 +94,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker computes."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("device kind")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], _doc("device kind; auto is the CPU unless --gpus is given")
+    ] = "auto"
     gpus: Annotated[str | None, _doc("CUDA devices, as in 0-3 or 0,2; up deals them out")] = None
     tensor_parallel_size: Annotated[Count, _doc("ranks of this worker")] = 1
     threads: Annotated[

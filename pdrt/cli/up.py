@@ -72,7 +72,7 @@ def _cpus(config: UpConfig) -> tuple[int, ...]:
 def _gpus(config: UpConfig) -> tuple[int, ...]:
     if config.device.gpus is not None:
         return parse_id_list(config.device.gpus, "--gpus")
-    return visible_gpus() if has_cuda() and config.device.device != "cpu" else ()
+    return visible_gpus() if config.device.device == "cuda" else ()
 
 
 class Roles:

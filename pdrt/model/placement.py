@@ -18,7 +18,8 @@ CPU_RESERVE_BYTES = 256 * 2**20
 
 
 def select_device(device: DeviceConfig) -> torch.device:
-    """The torch device of a worker.
+    """The torch device of a worker. `auto` is the CPU unless `--gpus` names a device: KV cannot be
+    handed over from GPU memory yet.
 
     Raises:
         ConfigError: CUDA is asked for and absent, or more than one device is asked for.
@@ -34,11 +35,11 @@ def select_device(device: DeviceConfig) -> torch.device:
         if gpus is not None:
             raise ConfigError("--gpus and --device cpu contradict each other; give one of them")
         return torch.device("cpu")
+    if device.device == "auto" and gpus is None:
+        return torch.device("cpu")
     if not has_cuda and (device.device == "cuda" or gpus is not None):
         flag = "--device cuda" if gpus is None else f"--gpus {device.gpus}"
         raise ConfigError(f"{flag}: torch sees no CUDA device here; use --device cpu")
-    if not has_cuda:
-        return torch.device("cpu")
     index = 0 if gpus is None else gpus[0]
     if index >= torch.cuda.device_count():
         raise ConfigError(

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
-from pdrt.errors import EngineError
+from pdrt.errors import ConfigError, EngineError
 from pdrt.ids import Incarnation
 from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import RankProcess, Segment
@@ -48,11 +48,11 @@ class LocalReceiver:
     fence = FenceKind.PROCESS_DEATH
 
     def __init__(self, pool: KvPool) -> None:
-        assert pool.fd is not None, "the local engine needs a pool in a memfd"
+        """Raises ConfigError when the pool is not in host memory."""
         descriptor = LocalDescriptor(
             process=this_process(),
-            fd=pool.fd,
-            inode=os.fstat(pool.fd).st_ino,
+            fd=_memfd(pool),
+            inode=os.fstat(_memfd(pool)).st_ino,
             size_bytes=pool.size_bytes,
         )
         self._descriptor = msgspec.msgpack.encode(descriptor)
@@ -90,6 +90,8 @@ class LocalSender:
     name = NAME
 
     def __init__(self, pool: KvPool, write_seconds_max: float) -> None:
+        """Raises ConfigError when the pool is not in host memory."""
+        _memfd(pool)
         self._pool = pool
         self._write_seconds_max = write_seconds_max
         self._instances: dict[tuple[Incarnation, int], _Instance] = {}
@@ -214,6 +216,15 @@ class _OneAnswer:
         if self.timer is not None:
             self.timer.cancel()
         self._on_settled(outcome, detail)
+
+
+def _memfd(pool: KvPool) -> int:
+    if pool.fd is None:
+        raise ConfigError(
+            "the KV pool is in GPU memory, which the local engine cannot hand over yet; "
+            "use --device cpu"
+        )
+    return pool.fd
 
 
 def _map(segment: Segment) -> mmap.mmap:
