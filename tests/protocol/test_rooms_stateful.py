@@ -88,6 +88,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.prefill = Prefill(RANKS, CONFIG)
         self.rooms: dict[RoomId, Opened] = {}
         self.serial = 0
+        self.steps = 0
         self.accepted = dict.fromkeys(DECODES, 0)
         """The highest seq that was delivered to the right writer, by decode incarnation."""
         self.dirty = dict.fromkeys(DECODES, 0)
@@ -156,6 +157,10 @@ class RoomMachine(RuleBasedStateMachine):
             assert not self.engines[room.engine]
         room.released = True
 
+    def is_bad_step(self) -> bool:
+        """Every third step may be hostile; else no room would live long enough to matter."""
+        return self.steps % 3 == 0
+
     def alive(self) -> list[Opened]:
         return [room for room in self.rooms.values() if not room.drained]
 
@@ -171,6 +176,18 @@ class RoomMachine(RuleBasedStateMachine):
             self.hello(decode, 1, 1, 1)
             self.open_engines()
 
+    @rule(decode=decodes)
+    def recover_and_grant(self, decode: Incarnation) -> None:
+        """All goes well for once."""
+        floor = self.prefill.table.peers.known[decode].floor
+        generation = max(self.dirty[decode] + 1, floor)
+        for _ in range(2):
+            self.hello(decode, 1, generation, 1)
+            self.open_engines()
+            self.close_engines()
+        self.grant(decode, 1, generation, 1)
+
+    @precondition(lambda self: self.is_bad_step())
     @rule(decode=decodes, step=seq_steps, generation=generations, floor=generations)
     def hello(self, decode: Incarnation, step: int, generation: int, floor: int) -> None:
         seq = self.seq(decode, step)
@@ -187,6 +204,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.accepted[decode] = max(self.accepted[decode], seq)
         self.apply(effects)
 
+    @precondition(lambda self: self.is_bad_step())
     @rule(decode=decodes, step=seq_steps, generation=generations, right=st.sampled_from([1, 1, 0]))
     def grant(self, decode: Incarnation, step: int, generation: int, right: int) -> None:
         self.serial += 1
@@ -281,10 +299,12 @@ class RoomMachine(RuleBasedStateMachine):
                         self.prefill.table.engine_opened(decode, generation, rank, self.prefill.now)
                     )
 
+    @precondition(lambda self: self.is_bad_step())
     @rule(decode=decodes, generation=generations, rank=ranks)
     def engine_opened(self, decode: Incarnation, generation: int, rank: int) -> None:
         self.apply(self.prefill.table.engine_opened(decode, generation, rank, self.prefill.now))
 
+    @precondition(lambda self: self.is_bad_step())
     @rule(decode=decodes, generation=generations)
     def engine_refused(self, decode: Incarnation, generation: int) -> None:
         now = self.prefill.now
@@ -315,6 +335,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     # Time
 
+    @precondition(lambda self: self.is_bad_step())
     @rule(seconds=st.sampled_from([0.1, 0.5, 0.9, 20.0]), times=st.integers(1, 12))
     def tick(self, seconds: float, times: int) -> None:
         for _ in range(times):
@@ -325,6 +346,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
+        self.steps += 1
         table = self.prefill.table
         table.check()
         assert table.rooms.keys() == {room.grant.room for room in self.alive()}
