@@ -64,6 +64,15 @@ def test_two_late_ticks_in_a_row_accuse_nobody(clock: SilenceClock[str]) -> None
     assert list(clock.watched()) == ["a"]
 
 
+def test_how_long_it_slept_is_told_for_one_tick(clock: SilenceClock[str]) -> None:
+    clock.tick(0.5)
+    assert clock.slept_seconds == 0.0
+    clock.tick(100.5)
+    assert clock.slept_seconds == 100.0
+    clock.tick(101.0)
+    assert clock.slept_seconds == 0.0
+
+
 def watch(ranks: int) -> RankWatch:
     return RankWatch(ranks, ProtocolConfig(), 0.0)
 

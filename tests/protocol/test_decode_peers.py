@@ -227,6 +227,32 @@ def test_engine_that_cannot_be_destroyed_ends_the_worker(prefill: Prefill) -> No
     assert prefill.released == [], "and its pages stay"
 
 
+def test_engine_that_does_not_open_in_time_is_refused_and_tried_again() -> None:
+    prefill = Prefill(ranks=2)
+    prefill.hello()
+    prefill.table.engine_opened(DECODE, 1, 0, prefill.now)
+    effects = []
+    for _ in range(int(CONFIG.retire_seconds_max) + 1):
+        prefill.hello()
+        prefill.table.rank_heard(1, prefill.now)
+        effects += prefill.tick(1.0)
+    welcome = one(sent(effects))
+    assert welcome.refusal == "ranks [1] did not open their engines in time"
+    assert one(only(effects, CloseEngine)) == CloseEngine(DECODE, 1)
+    prefill.engine_closed(0)
+    prefill.engine_closed(1)
+    assert one(only(prefill.hello(), OpenEngine)).generation == 1
+
+
+def test_worker_that_was_asleep_waits_for_its_engines(prefill: Prefill) -> None:
+    prefill.pair()
+    prefill.rank_ended(prefill.grant(), Outcome.UNSETTLED)
+    assert prefill.tick(3600.0) == []
+    assert prefill.tick(0.5) == []
+    prefill.engine_closed()
+    assert len(prefill.released) == 1
+
+
 def test_answers_for_engines_that_are_gone_change_nothing(prefill: Prefill) -> None:
     prefill.pair()
     assert prefill.engine_opened(7) == []

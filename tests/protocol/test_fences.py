@@ -12,6 +12,7 @@ from pdrt.protocol.effects import (
     CloseFence,
     CloseSegment,
     EndLease,
+    EndWorker,
     FailRoom,
     KillWriter,
     OpenFence,
@@ -212,7 +213,36 @@ def test_rank_that_does_not_confirm_ends_the_worker_and_frees_nothing(decode: De
     assert decode.freed == []
 
 
+def test_leader_that_was_asleep_in_a_teardown_waits_for_the_answers(decode: Decode) -> None:
+    room = decode.grant([1])
+    decode.drained(room, Outcome.UNSETTLED)
+    decode.open_segments(2)
+    assert only(decode.tick(3600.0), EndWorker) == []
+    assert only(decode.tick(0.5), EndWorker) == []
+    decode.close_segments()
+    assert decode.freed == [room]
+
+
 # Retire: what sets it off
+
+
+def test_sleep_does_not_age_a_revoked_lease(local: Decode) -> None:
+    room = local.grant([1])
+    local.revoke(room)
+    local.wait(2)
+    assert only(local.tick(3600.0), KillWriter) == []
+    assert local.table.quarantined_pages(local.now) == 0
+    local.welcome()
+    assert only(local.wait(CONFIG.fence_after_seconds - 4), KillWriter) == []
+    assert one(only(local.wait(3), KillWriter)).writer == WRITER
+
+
+def test_fence_that_was_due_before_the_sleep_is_due_after_it(local: Decode) -> None:
+    room = local.grant([1])
+    local.revoke(room)
+    lease = local.table.leases[room]
+    lease.fence_at = local.now
+    assert one(only(local.tick(3600.0), KillWriter)).writer == WRITER
 
 
 def test_lease_revoked_long_ago_is_fenced(decode: Decode) -> None:
