@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from pdrt.config import ProtocolConfig, SchedulerConfig, WorkerConfig
 from pdrt.decode.worker import DecodeWorker
 from pdrt.ids import Incarnation, RequestId, new_incarnation, routing_id
@@ -182,15 +184,17 @@ class Deployment:
         protocol: ProtocolConfig = PROTOCOL,
         scheduler: SchedulerConfig = SCHEDULER,
         shutdown_timeout: float = 30.0,
-        port: int = 0,
     ) -> WorkerConfig:
-        return WorkerConfig(
-            gateway=(self.gateway.address,),
-            port=port,
-            protocol=protocol,
-            scheduler=scheduler,
-            shutdown_timeout=shutdown_timeout,
-        )
+        config = self.config_for(self.gateway.address, protocol, scheduler)
+        return msgspec.structs.replace(config, shutdown_timeout=shutdown_timeout)
+
+    @staticmethod
+    def config_for(
+        gateway: str,
+        protocol: ProtocolConfig = PROTOCOL,
+        scheduler: SchedulerConfig = SCHEDULER,
+    ) -> WorkerConfig:
+        return WorkerConfig(gateway=(gateway,), protocol=protocol, scheduler=scheduler)
 
     def add_prefill(self, executor: StandInExecutor, config: WorkerConfig) -> PrefillWorker:
         worker = PrefillWorker(config, executor)  # type: ignore[arg-type]

@@ -113,6 +113,7 @@ class StandInExecutor:
         """So many of the next steps raise."""
         self.page_owner: Callable[[int], object] = lambda page: None
         """Of the worker's page table: no page changes hands while a step uses it."""
+        self.on_step: Callable[[int], None] = lambda rows: None
         self._is_running = False
 
     @property
@@ -124,6 +125,7 @@ class StandInExecutor:
         validate_rows(rows, self.layout, self.pages, self.identity.max_model_len)
         self._is_running = True
         self.steps.append(list(rows))
+        self.on_step(len(rows))
         touched = {page for row in rows for page in row.pages}
         owners = {page: self.page_owner(page) for page in touched}
         try:

@@ -1,10 +1,11 @@
-"""A decode rank's pool in a process of its own: prints its segment, then answers on stdin."""
+"""A decode rank's pool in a process of its own: says its segment, then its content's digest to
+whoever asks."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import sys
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -16,14 +17,10 @@ LAYOUT = KvLayout(page_size=4, kv_heads=2, layers=2, head_dim=8, dtype="float32"
 PAGES = 64
 
 
-def main() -> None:
+def main(connection: Connection) -> None:
     pool = KvPool(LAYOUT, PAGES, torch.device("cpu"))
     segment = asyncio.run(LocalReceiver(pool).open_segment(0, "tcp://127.0.0.1:1", 1))
-    print(segment.descriptor.hex(), flush=True)
-    for _ in sys.stdin:
-        content = pool.tensor.numpy().tobytes()
-        print(hashlib.sha256(content).hexdigest(), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    connection.send(segment.descriptor)
+    while True:
+        connection.recv()
+        connection.send(hashlib.sha256(pool.tensor.numpy().tobytes()).hexdigest())

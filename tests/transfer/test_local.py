@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -23,25 +21,21 @@ from pdrt.protocol.writers import FenceKind
 from pdrt.transfer.engine import ByteRange, WriteRequest, coalesce
 from pdrt.transfer.local import LocalDescriptor, LocalReceiver, LocalSender
 from tests.decode.deployment import NEVER, until
+from tests.transfer import receiver
 from tests.transfer.copies import CopyGate
+from tests.transfer.forked import Forked
 from tests.transfer.receiver import LAYOUT, PAGES
 
 DECODE = Incarnation(0xD0)
 SIZE = LAYOUT.page_bytes
 
 
-class Remote:
+class Remote(Forked):
     """The receiver's process."""
 
     def __init__(self) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.transfer.receiver"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.popen.stdout is not None
-        self.segment = Segment(0, "local", bytes.fromhex(self.popen.stdout.readline()))
+        super().__init__(receiver.main)
+        self.segment = Segment(0, "local", self.first)
 
     @property
     def descriptor(self) -> LocalDescriptor:
@@ -49,15 +43,8 @@ class Remote:
 
     def digest(self) -> str:
         """Of the pool's content, as its owner sees it."""
-        assert self.popen.stdin is not None
-        assert self.popen.stdout is not None
-        self.popen.stdin.write("\n")
-        self.popen.stdin.flush()
-        return self.popen.stdout.readline().strip()
-
-    def end(self) -> None:
-        self.popen.kill()
-        self.popen.communicate()
+        self.connection.send("digest")
+        return str(self.connection.recv())
 
 
 @pytest.fixture(scope="module")
