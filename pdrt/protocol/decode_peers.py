@@ -23,7 +23,7 @@ from pdrt.protocol.effects import (
     ReleaseSource,
     SendToDecode,
 )
-from pdrt.protocol.messages import Hello, Load, Welcome
+from pdrt.protocol.messages import Hello, Load, Segment, Welcome
 
 if TYPE_CHECKING:
     from pdrt.protocol.rooms import PrefillWorkerInfo
@@ -39,8 +39,9 @@ class EngineState(Enum):
 class EngineInstance:
     """One generation's engine instance on every rank."""
 
-    def __init__(self, ranks: int, deadline: float) -> None:
+    def __init__(self, segments: tuple[Segment, ...], ranks: int, deadline: float) -> None:
         self.state = EngineState.OPENING
+        self.segments = segments
         self.waiting = set(range(ranks))
         """Ranks that have not confirmed the step under way."""
         self.deadline = deadline
@@ -138,9 +139,21 @@ class DecodePeers:
         alive = self._answer(peer, peer.hello, 0, None) if peer.hello else []
         peer.is_lost = False
         self.heard(peer, hello.seq, now)
+        if self._is_of_another_pairing(peer, hello):
+            self._stale["other_pairing"] += 1
+            refusal = "this worker is dialled under another address too; list one of them"
+            return [*alive, self._welcome(hello, 0, (), refusal)]
         peer.hello, peer.is_answered = hello, False
         peer.floor = max(peer.floor, hello.floor)
         return [*alive, *self._advance(peer, now)]
+
+    @staticmethod
+    def _is_of_another_pairing(peer: DecodePeer, hello: Hello) -> bool:
+        """The same decode worker pairs with us a second time, under another name of ours. Both
+        count generations and show segments of their own: a fence of one would miss the other."""
+        engine = peer.engines.get(hello.generation)
+        has_other_segments = engine is not None and engine.segments != hello.segments
+        return has_other_segments or hello.generation < peer.floor
 
     def _refuses(self, hello: Hello) -> str | None:
         differences = self._worker.fingerprint.differences(hello.fingerprint)
@@ -234,7 +247,8 @@ class DecodePeers:
         engine = peer.engines.get(generation)
         if engine is None and not peer.is_answered:
             deadline = now + self._config.retire_seconds_max
-            peer.engines[generation] = EngineInstance(len(self._worker.ranks), deadline)
+            ranks = len(self._worker.ranks)
+            peer.engines[generation] = EngineInstance(hello.segments, ranks, deadline)
             return [OpenEngine(peer.incarnation, generation, hello.segments)]
         if engine is not None and engine.state is EngineState.OPEN:
             return self._answer(peer, hello, generation, None)

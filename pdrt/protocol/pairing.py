@@ -201,8 +201,11 @@ class Pairing:
             # Still queued when the endpoint was let go; nobody watches it any more.
             self.stale["not_connected"] += 1
             return []
-        if not peer.last_seq < message.seq <= self._seq:
+        if message.seq <= peer.last_seq:
             self.stale["old_seq"] += 1
+            return []
+        if message.seq not in peer.hello_seqs:
+            self.stale["other_endpoint"] += 1
             return []
         if peer.fences.get(message.writer) is FenceState.DEAD:
             self.stale["dead_writer"] += 1
@@ -244,9 +247,11 @@ class Pairing:
             max(2 * peer.hello_pause, HELLO_SECONDS_MIN), self._config.hello_interval_seconds
         )
         peer.hello_due = now + peer.hello_pause
+        seq = self.next_seq()
+        peer.hello_seqs.append(seq)
         hello = Hello(
             decode=self.incarnation,
-            seq=self.next_seq(),
+            seq=seq,
             fingerprint=self.fingerprint,
             generation=newest.number,
             segments=tuple(newest.segments[rank] for rank in range(self.ranks)),

@@ -4,10 +4,14 @@ segments it was shown, and what can fence it. Pure data with its rules; `LeaseTa
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 
 from pdrt.ids import Incarnation
 from pdrt.protocol.messages import Segment, Welcome
+
+HELLO_SEQS_MAX = 64
+"""An answer that is older than so many heartbeats tells nothing."""
 
 
 class FenceKind(Enum):
@@ -94,6 +98,9 @@ class WriterPeer:
         self.is_lost = False
         self.last_seq = 0
         """Of the last accepted `Welcome`."""
+        self.hello_seqs: deque[int] = deque(maxlen=HELLO_SEQS_MAX)
+        """Of the newest `Hello`s to this endpoint: a `Welcome` that answers none of them was meant
+        for another endpoint of the same worker."""
         self.echoed_generation = 0
         """By the current writer; 0: none."""
         self.refusal: str | None = None

@@ -253,9 +253,17 @@ class EngineInstance:
 
     def _fails(self, write: InFlight, start: float) -> None:
         sim = self.fabric.world.sim
-        for part in range(sim.rng.randint(0, len(write.pages) - 1)):
+        parts = sim.rng.randint(0, len(write.pages) - 1)
+        for part in range(parts):
             sim.after(start, write.read, part, 0.002)
-        sim.after(start + 0.01, self._post, write.answer, Raw.REFUSED)
+        sim.after(start + 0.01, self._post, self._refuse, write, parts)
+
+    def _refuse(self, write: InFlight, parts: int) -> None:
+        """FAILED once what was sent is known to have landed, or to have been dropped."""
+        if len(write.landed) == parts or self.fabric.find(write.name) is None:
+            write.answer(Raw.REFUSED)
+        elif not write.is_answered:
+            self.fabric.world.sim.after(0.1, self._post, self._refuse, write, parts)
 
     def _crawls(self, write: InFlight, start: float) -> None:
         """Read now, in the network for a while, acknowledged then."""

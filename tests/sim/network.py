@@ -40,6 +40,9 @@ class Network:
         self.lost = 0
         self.intercept: Callable[[Message], Message | None] | None = None
         """A directed schedule changes messages here, or loses them."""
+        self.aliases: dict[str, str] = {}
+        """Endpoints that are dialled under another name too: the newest connection of a routing id
+        gets the answers."""
         self._blocked: dict[Way, float] = {}
 
     def block(self, source: str, target: str, seconds: float) -> None:
@@ -75,14 +78,15 @@ class Network:
         decode = self.world.decodes.get(incarnation)
         if decode is None:
             return
-        connection = decode.connections.get(prefill.endpoint)
+        endpoint = self.aliases.get(prefill.endpoint, prefill.endpoint)
+        connection = decode.connections.get(endpoint)
         if connection is None or (message := self._changed(message)) is None:
             return
         for delay, in_order in self._arrivals((prefill.endpoint, decode.slot)):
             if in_order:
                 connection.last_back = max(connection.last_back, self.world.sim.now + delay)
                 delay = connection.last_back - self.world.sim.now  # noqa: PLW2901
-            self.world.sim.after(delay, decode.post, decode.receive, prefill.endpoint, message)
+            self.world.sim.after(delay, decode.post, decode.receive, endpoint, message)
 
     def _changed(self, message: Any) -> Any:
         return message if self.intercept is None else self.intercept(message)

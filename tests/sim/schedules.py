@@ -17,7 +17,7 @@ from tests.sim.plan import HEAL_SECONDS_MAX, EngineKind, FaultRates, Plan
 from tests.sim.prefill import PrefillWorker
 from tests.sim.requests import Request, RequestState
 from tests.sim.run import Result, verdict
-from tests.sim.world import World
+from tests.sim.world import PrefillSlot, World
 
 Trace = Callable[[str], None] | None
 PROMPT = tuple(range(100, 110))
@@ -357,6 +357,19 @@ def machine_asleep_after_a_revoke(stage: Stage) -> None:
     stage.finish(fences=0)
 
 
+def one_worker_under_two_names(stage: Stage) -> None:
+    """A prefill worker is dialled at two addresses: a fence of one must not miss the other."""
+    world = stage.start(EngineKind.MOONCAKE)
+    alias = world.prefill_slots["q0"] = PrefillSlot("q0")
+    alias.listeners = world.prefill_slots["p0"].listeners
+    world.network.aliases["p0"] = "q0"
+    world.direct = lambda write: Fate.LANDS_AFTER_ERROR
+    stage.run(2.5)
+    for serial in range(4):
+        stage.ask((serial, *PROMPT))
+    stage.run(15.0)
+
+
 SCHEDULES: tuple[Schedule, ...] = (
     answer_to_revoke_lost,
     complete_without_a_first_token,
@@ -374,4 +387,5 @@ SCHEDULES: tuple[Schedule, ...] = (
     decode_asleep_in_a_teardown,
     prefill_asleep_in_a_teardown,
     machine_asleep_after_a_revoke,
+    one_worker_under_two_names,
 )

@@ -196,7 +196,17 @@ def engine_opening_without_a_bound() -> list[Patch]:
     """I7: an engine instance that never opens counts as refused, and is opened anew."""
     original = decode_peers.EngineInstance.__init__
 
-    def init(self: decode_peers.EngineInstance, ranks: int, deadline: float) -> None:
-        original(self, ranks, float("inf"))
+    def init(self: decode_peers.EngineInstance, segments: Any, ranks: int, deadline: Any) -> None:
+        original(self, segments, ranks, float("inf"))
 
     return [(decode_peers.EngineInstance, "__init__", init)]
+
+
+@mutant(Kind.DESTINATION, schedule=schedules.one_worker_under_two_names)
+def second_pairing_accepted() -> list[Patch]:
+    """I5: an engine instance writes into the segments that its `Hello` showed, no others."""
+
+    def accepts(peer: Any, hello: Any) -> bool:
+        return False
+
+    return [(decode_peers.DecodePeers, "_is_of_another_pairing", staticmethod(accepts))]
