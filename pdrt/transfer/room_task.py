@@ -127,7 +127,11 @@ class RoomTask:
                 self._forwards -= 1
         if len(self._inbox) >= self._inbox_max and isinstance(event, PagesFinished):
             event = Close(Reason.INBOX_FULL, f"{len(self._inbox)} events are waiting")
-        self._inbox.append(event)
+        if isinstance(event, ForwardStarted):
+            # The forward runs already: nothing that is still unheard may end the room before it.
+            self._inbox.appendleft(event)
+        else:
+            self._inbox.append(event)
         self._wake.set()
 
     async def run(self) -> None:

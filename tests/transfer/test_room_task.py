@@ -1,0 +1,160 @@
+"""One task per room: the order in which it hears of things, and what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from pdrt.errors import EngineError
+from pdrt.ids import Incarnation, RoomId
+from pdrt.kv.layout import SliceCopy
+from pdrt.protocol.messages import Outcome, Reason, Segment
+from pdrt.protocol.room_writer import RankEnd, WriteOutcome
+from pdrt.transfer.engine import OnSettled, WriteRequest
+from pdrt.transfer.room_task import (
+    Close,
+    ForwardEnded,
+    ForwardStarted,
+    PagesFinished,
+    RoomTask,
+    SlicePlan,
+)
+from tests.protocol.traces import Prefill
+
+PLAN = SlicePlan((SliceCopy(0, 0, 0, 64),), source_page_bytes=64, target_page_bytes={0: 64})
+SOURCES = [4, 5, 6]
+
+
+class ManualSender:
+    """An engine whose writes settle when the test says so."""
+
+    name = "manual"
+
+    def __init__(self) -> None:
+        self.requests: list[WriteRequest] = []
+        self.settle: list[OnSettled] = []
+        self.refusal: str | None = None
+
+    async def open(self, decode: Incarnation, generation: int, segments: Sequence[Segment]) -> None:
+        raise NotImplementedError
+
+    async def close_instance(self, decode: Incarnation, generation: int) -> None:
+        raise NotImplementedError
+
+    def write(self, request: WriteRequest, on_settled: OnSettled) -> None:
+        if self.refusal is not None:
+            raise EngineError(self.refusal)
+        self.requests.append(request)
+        self.settle.append(on_settled)
+
+    def close(self) -> None:
+        pass
+
+
+class Room:
+    """A running room task, and what it reported."""
+
+    def __init__(self, inbox_max: int = 64) -> None:
+        self.sender = ManualSender()
+        self.ends: list[tuple[RoomId, RankEnd]] = []
+        self.task = RoomTask(
+            Prefill().make_grant(),
+            PLAN,
+            self.sender,
+            inbox_max,
+            lambda room, end: self.ends.append((room, end)),
+        )
+
+    async def quiet(self) -> None:
+        """Until everything that can happen has happened."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    @property
+    def end(self) -> RankEnd:
+        [(_, end)] = self.ends
+        return end
+
+
+@pytest.fixture
+async def room() -> AsyncIterator[Room]:
+    room = Room()
+    running = asyncio.create_task(room.task.run())
+    yield room
+    running.cancel()
+
+
+async def test_pages_are_written_as_they_finish_and_the_end_is_reported_once(room: Room) -> None:
+    room.task.post(ForwardStarted())
+    room.task.post(PagesFinished(SOURCES, 2, False))
+    await room.quiet()
+    [request] = room.sender.requests
+    assert [(x.source_offset, x.target_offset, x.length) for x in request.ranges] == [
+        (4 * 64, 1 * 64, 2 * 64)
+    ], "neighbours on both sides are one range"
+    room.task.post(PagesFinished(SOURCES, 3, True))
+    room.task.post(ForwardEnded())
+    await room.quiet()
+    for settle in room.sender.settle:
+        settle(WriteOutcome.COMPLETED, "")
+    await room.quiet()
+    assert (room.end.outcome, room.end.bytes_written) == (Outcome.COMPLETE, 3 * 64)
+
+
+async def test_forward_that_starts_before_a_failure_is_heard_is_waited_for(room: Room) -> None:
+    """The write has failed and the task has not run yet; the leader starts the next chunk."""
+    room.task.post(PagesFinished(SOURCES, 1, False))
+    await room.quiet()
+    room.sender.settle[0](WriteOutcome.FAILED, "reset")
+    room.task.post(ForwardStarted())
+    await room.quiet()
+    assert room.ends == [], "a source page would be free while a forward fills it"
+    room.task.post(PagesFinished(SOURCES, 2, False))
+    room.task.post(ForwardEnded())
+    await room.quiet()
+    assert (room.end.outcome, room.end.reason) == (Outcome.ENDED, Reason.WRITE_FAILED)
+    assert len(room.sender.requests) == 1, "what it filled is not written"
+
+
+async def test_close_waits_for_what_the_engine_holds(room: Room) -> None:
+    room.task.post(PagesFinished(SOURCES, 3, True))
+    room.task.post(Close(Reason.CLIENT_GONE, ""))
+    await room.quiet()
+    assert room.ends == []
+    room.sender.settle[0](WriteOutcome.UNSETTLED, "no answer")
+    await room.quiet()
+    assert (room.end.outcome, room.end.reason) == (Outcome.UNSETTLED, Reason.CLIENT_GONE)
+
+
+async def test_write_that_the_engine_refuses_is_settled_and_failed(room: Room) -> None:
+    room.sender.refusal = "no such instance"
+    room.task.post(PagesFinished(SOURCES, 3, True))
+    await room.quiet()
+    assert (room.end.outcome, room.end.reason) == (Outcome.ENDED, Reason.WRITE_FAILED)
+    assert "no such instance" in room.end.detail
+
+
+async def test_unexpected_exception_ends_this_room_unsettled_after_its_forwards(
+    room: Room,
+) -> None:
+    room.task.post(ForwardStarted())
+    room.task.post(PagesFinished(SOURCES, 2, True))
+    await room.quiet()
+    assert room.ends == []
+    room.task.post(ForwardEnded())
+    await room.quiet()
+    assert (room.end.outcome, room.end.reason) == (Outcome.UNSETTLED, Reason.TASK_FAILED)
+
+
+async def test_full_inbox_closes_the_room() -> None:
+    room = Room(inbox_max=2)
+    room.task.post(ForwardStarted())
+    room.task.post(ForwardEnded())
+    room.task.post(PagesFinished(SOURCES, 3, True))
+    running = asyncio.create_task(room.task.run())
+    await room.quiet()
+    assert room.end.reason is Reason.INBOX_FULL
+    assert room.sender.requests == []
+    await running
