@@ -108,7 +108,7 @@ class DecodeScheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         # QUEUED requests; preempted ones stand in front.
         self._queue: deque[RequestId] = deque()
-        # RUNNING requests, oldest first.
+        # RUNNING requests, in the order in which they joined.
         self._running: dict[RequestId, DecodeRequest] = {}
         self._orders = 0
 

@@ -1,0 +1,563 @@
+"""Requests on a decode worker: admission, growth, preemption, pauses, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pdrt.errors import PoolExhausted
+from pdrt.ids import RequestId
+from pdrt.kv.pages import Owner, OwnerKind, PageTable
+from pdrt.protocol.gateway_messages import FinishReason
+from pdrt.sampling import Sampling
+from pdrt.scheduling.decode import (
+    DecodeRequest,
+    DecodeScheduler,
+    PoolView,
+    RequestState,
+    StepPlan,
+)
+from tests.scheduling.grants import LAYOUT, room, submit
+
+EOS = 2
+LIMIT = 64
+
+
+class Decode:
+    """A scheduler over a real page table, driven as the worker drives it."""
+
+    def __init__(self, pages: int = 40, seqs: int = 4, unread: int = 1000) -> None:
+        self.pages = PageTable(pages)
+        self.scheduler = DecodeScheduler(LAYOUT, LIMIT, seqs, unread, (EOS,))
+        self.view = PoolView(take=self._take, free=self._free)
+        self.now = 0.0
+        self.leases: dict[int, list[int]] = {}
+        self.rooms = 0
+        self.tokens = 10
+        self.step: StepPlan | None = None
+
+    def _take(self, name: RequestId, count: int) -> list[int]:
+        return self.pages.take(count, Owner(OwnerKind.SEQUENCE, name))
+
+    def _free(self, name: RequestId, pages: list[int]) -> None:
+        self.pages.free(pages, Owner(OwnerKind.SEQUENCE, name))
+
+    def submit(
+        self,
+        serial: int,
+        length: int = 5,
+        output: Sequence[int] = (),
+        **sampling: object,
+    ) -> DecodeRequest:
+        wanted = Sampling(**({"max_tokens": 30} | sampling))  # type: ignore[arg-type]
+        request = self.scheduler.submit(submit(serial, length, output, wanted), self.now)
+        self.check()
+        return request
+
+    def admit(self) -> DecodeRequest | None:
+        """The head, if there are pages for it."""
+        request = self.scheduler.head()
+        if request is None:
+            return None
+        _, leased = self.scheduler.pages_wanted(request)
+        name = room(self.rooms + 1)
+        try:
+            pages = self.pages.take(leased, Owner(OwnerKind.LEASE, name))
+        except PoolExhausted:
+            return None
+        self.rooms += 1
+        self.leases[self.rooms] = pages
+        self.scheduler.admitted(request, name, self.now)
+        self.check()
+        return request
+
+    def first_token(self, request: DecodeRequest) -> FinishReason | None:
+        self.scheduler.first_token(request, 0, self.now)
+        return self.take_token(request)
+
+    def take_token(self, request: DecodeRequest, token: int | None = None) -> FinishReason | None:
+        self.tokens += 1
+        return self.scheduler.take_token(request, self.tokens if token is None else token)
+
+    def ready(self, request: DecodeRequest) -> None:
+        assert request.room is not None
+        pages = self.leases.pop(request.room.serial)
+        lease = Owner(OwnerKind.LEASE, request.room)
+        self.pages.pass_on(pages, lease, Owner(OwnerKind.SEQUENCE, request.request))
+        self.scheduler.ready(request, pages, len(request.tokens) - 1, self.now)
+        self.check()
+
+    def end_lease(self, serial: int) -> None:
+        self.pages.free(self.leases.pop(serial), Owner(OwnerKind.LEASE, room(serial)))
+
+    def fail(self, request: DecodeRequest) -> None:
+        """Its room ends; the lease is drained later."""
+        self.scheduler.requeue(request, self.now)
+        self.check()
+
+    def run(self, serial: int, length: int = 5, **sampling: object) -> DecodeRequest:
+        """A request that is decoded."""
+        request = self.submit(serial, length, **sampling)
+        assert self.admit() is request
+        self.first_token(request)
+        self.ready(request)
+        return request
+
+    def plan(self) -> list[int]:
+        """Serials of those in the next step."""
+        self.step = self.scheduler.plan(self.view, self.now)
+        self.check()
+        return [row.request.serial for row in self.step.rows]
+
+    def finish_step(self) -> dict[int, FinishReason | None]:
+        assert self.step is not None
+        ends: dict[int, FinishReason | None] = {}
+        for row in self.step.rows:
+            request = self.scheduler.requests[row.request]
+            self.scheduler.stepped(request)
+            if request.ended is not None:
+                self.remove(request)
+                continue
+            ends[row.request.serial] = self.take_token(request)
+            if ends[row.request.serial] is not None:
+                self.remove(request)
+        self.step = None
+        self.check()
+        return ends
+
+    def remove(self, request: DecodeRequest) -> None:
+        if request.pages:
+            self._free(request.request, request.pages)
+            request.pages = []
+        self.scheduler.remove(request)
+
+    def check(self) -> None:
+        self.scheduler.check()
+        self.pages.check()
+        owned = self.pages.pages_of(OwnerKind.SEQUENCE)
+        assert {o.key: p for o, p in owned.items()} == {
+            r.request: set(r.pages) for r in self.scheduler.requests.values() if r.pages
+        }
+
+
+def preempted(decode: Decode) -> list[int]:
+    assert decode.step is not None
+    return [name.serial for name in decode.step.preempted]
+
+
+# Admission
+
+
+def test_first_come_first_served() -> None:
+    decode = Decode(seqs=2)
+    requests = [decode.submit(serial) for serial in (1, 2, 3)]
+    assert decode.admit() is requests[0]
+    assert decode.admit() is requests[1]
+    assert decode.scheduler.head() is None, "two places are taken"
+    decode.scheduler.requeue(requests[0], 0.0)
+    assert decode.scheduler.head() is requests[0], "it goes on before all others"
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "wanted"),
+    [
+        (5, 0, (0, 0)),
+        (5, 1, (0, 0)),
+        (3, 2, (1, 1)),
+        (4, 2, (1, 2)),
+        (5, 2, (2, 2)),
+        (7, 9, (2, 2)),
+        (8, 9, (2, 3)),
+    ],
+)
+def test_pages_for_the_prompt_and_one_token(
+    length: int, max_tokens: int, wanted: tuple[int, int]
+) -> None:
+    decode = Decode()
+    request = decode.submit(1, length, max_tokens=max_tokens)
+    assert decode.scheduler.pages_wanted(request) == wanted
+
+
+def test_output_so_far_is_part_of_the_prompt() -> None:
+    decode = Decode()
+    request = decode.submit(1, 5, output=[7, 8, 9], max_tokens=5)
+    assert request.output_tokens == 3
+    assert decode.scheduler.pages_wanted(request) == (2, 3)
+    last = decode.submit(2, 5, output=[7, 8, 9, 9], max_tokens=5)
+    assert decode.scheduler.pages_wanted(last) == (0, 0), "prefill samples its last token"
+
+
+def test_twice_is_our_bug() -> None:
+    decode = Decode()
+    decode.submit(1)
+    with pytest.raises(AssertionError):
+        decode.submit(1)
+
+
+def test_out_of_turn_is_our_bug() -> None:
+    decode = Decode()
+    first, second = decode.submit(1), decode.submit(2)
+    with pytest.raises(AssertionError):
+        decode.scheduler.admitted(second, room(1), 0.0)
+    decode.admit()
+    with pytest.raises(AssertionError):
+        decode.scheduler.ready(first, [], 4, 0.0)  # fewer pages than tokens
+    with pytest.raises(AssertionError):
+        decode.scheduler.ready(first, [1, 2], 3, 0.0)  # a token without KV
+    with pytest.raises(AssertionError):
+        decode.scheduler.ready(second, [1, 2], 4, 0.0)
+    decode.check()
+
+
+# Growth and preemption
+
+
+def test_a_sequence_grows_page_by_page() -> None:
+    decode = Decode()
+    request = decode.run(1, length=5)
+    sizes = []
+    for _ in range(8):
+        assert decode.plan() == [1]
+        assert decode.step is not None
+        (row,) = decode.step.rows
+        assert (row.position, row.token) == (request.computed, request.tokens[-1])
+        assert row.pages == tuple(request.pages)
+        sizes.append(len(row.pages))
+        decode.finish_step()
+    # Positions 5 … 12: the third page comes with position 8, the fourth with position 12.
+    assert sizes == [2, 2, 2, 3, 3, 3, 3, 4]
+
+
+def test_the_youngest_gives_way() -> None:
+    decode = Decode(pages=6)
+    decode.run(1, length=7)
+    decode.run(2, length=7)
+    third = decode.run(3, length=6)
+    assert decode.plan() == [1, 2, 3]
+    decode.finish_step()
+    assert decode.plan() == [1, 2]
+    assert preempted(decode) == [3]
+    assert third.state is RequestState.QUEUED
+    assert (third.pages, third.computed) == ([], 0)
+    assert len(third.tokens) == 8, "what it has said, it has said"
+    assert decode.scheduler.head() is third
+
+
+def test_the_youngest_gives_way_to_itself() -> None:
+    decode = Decode(pages=2)
+    decode.run(1, length=7)
+    decode.plan()
+    decode.finish_step()
+    assert decode.plan() == []
+    assert preempted(decode) == [1]
+    assert decode.pages.free_count == 2
+    assert not decode.scheduler.has_step
+
+
+def test_several_give_way_and_come_back_oldest_first() -> None:
+    decode = Decode(pages=6)
+    for serial in (1, 2, 3):
+        decode.run(serial, length=7)
+    decode.plan()
+    decode.finish_step()
+    # 1 needs a page and takes 3's; 2 takes the other.
+    assert decode.plan() == [1, 2]
+    assert preempted(decode) == [3]
+    for _ in range(4):
+        decode.finish_step()
+        decode.plan()
+    assert decode.scheduler.running == 1
+    assert [r.serial for r in decode.scheduler._queue] == [2, 3]
+
+
+def test_age_is_that_of_arrival_not_of_joining() -> None:
+    """One that was preempted and came back is as old as it was."""
+    decode = Decode(pages=9, seqs=3)
+    first, second = decode.submit(1, 7), decode.submit(2, 7)
+    for request in (first, second):
+        assert decode.admit() is request
+    for request in (second, first):
+        decode.first_token(request)
+        decode.ready(request)
+    decode.run(3, 7)
+    assert decode.plan() == [1, 2, 3]
+    decode.finish_step()
+    decode._take(RequestId(submit(9).request.gateway, 9, 1), 3)  # somebody takes the rest
+    decode.step = decode.scheduler.plan(decode.view, 0.0)
+    assert preempted(decode) == [3]
+
+
+# Credit
+
+
+def test_pause_and_resume() -> None:
+    decode = Decode(unread=3)
+    request = decode.run(1)
+    for _ in range(2):
+        decode.plan()
+        decode.finish_step()
+    assert request.output_tokens == 3
+    assert decode.plan() == []
+    assert not decode.scheduler.has_step
+    request.tokens_taken = 1
+    assert decode.scheduler.has_step
+    assert decode.plan() == [1]
+    decode.finish_step()
+    assert decode.plan() == []
+
+
+def test_an_attempt_begins_with_its_credit() -> None:
+    decode = Decode(unread=2)
+    request = decode.submit(1, 5, output=[7] * 9)
+    decode.admit()
+    decode.first_token(request)
+    decode.ready(request)
+    assert decode.plan() == [1], "what earlier attempts streamed has been taken"
+
+
+def test_one_that_pauses_can_be_preempted() -> None:
+    decode = Decode(pages=4, unread=2)
+    first = decode.run(1, length=7)
+    first.tokens_taken = 100
+    second = decode.run(2, length=7)
+    for _ in range(2):
+        decode.plan()
+        decode.finish_step()
+    assert second.output_tokens == 2 or second.state is RequestState.QUEUED
+    decode.plan()
+    assert second.state is RequestState.QUEUED
+    assert decode.step is not None
+    assert [row.request for row in decode.step.rows] == [first.request]
+
+
+# Ends
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_max_tokens(max_tokens: int) -> None:
+    decode = Decode()
+    request = decode.submit(1, max_tokens=max_tokens)
+    decode.admit()
+    ends = [decode.first_token(request)]
+    while ends[-1] is None:
+        ends.append(decode.take_token(request))
+    assert ends == [None] * (max_tokens - 1) + [FinishReason.LENGTH]
+
+
+def test_nothing_is_wanted_after_the_last_token() -> None:
+    decode = Decode()
+    assert not decode.scheduler.wants_token(decode.submit(1, max_tokens=0))
+    assert decode.scheduler.wants_token(decode.submit(2, max_tokens=1))
+    assert not decode.scheduler.wants_token(decode.submit(3, output=[5, 6], max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token", "reason"),
+    [
+        ({}, EOS, FinishReason.STOP),
+        ({"ignore_eos": True}, EOS, None),
+        ({"stop_token_ids": (9,)}, 9, FinishReason.STOP),
+        ({"stop_token_ids": (9,), "ignore_eos": True}, 9, FinishReason.STOP),
+        ({"stop_token_ids": (EOS,), "ignore_eos": True}, EOS, FinishReason.STOP),
+        ({"min_tokens": 1}, EOS, None),
+        ({"min_tokens": 1, "stop_token_ids": (9,)}, 9, None),
+        ({}, 9, None),
+        # The last one, and a stop: it stopped.
+        ({"max_tokens": 1}, EOS, FinishReason.STOP),
+        ({"max_tokens": 1, "ignore_eos": True}, EOS, FinishReason.LENGTH),
+        ({"max_tokens": 1, "min_tokens": 1}, EOS, FinishReason.LENGTH),
+    ],
+)
+def test_how_a_token_ends_it(
+    sampling: dict[str, object], token: int, reason: FinishReason | None
+) -> None:
+    decode = Decode()
+    request = decode.submit(1, **sampling)
+    decode.admit()
+    assert decode.take_token(request, token) is reason
+
+
+def test_min_tokens_is_over_after_so_many() -> None:
+    decode = Decode()
+    request = decode.submit(1, min_tokens=2)
+    decode.admit()
+    assert decode.take_token(request, EOS) is None
+    assert decode.take_token(request, EOS) is None
+    assert decode.take_token(request, EOS) is FinishReason.STOP
+
+
+def test_min_tokens_counts_earlier_attempts() -> None:
+    decode = Decode()
+    request = decode.submit(1, output=[5, 6], min_tokens=2)
+    decode.admit()
+    assert decode.take_token(request, EOS) is FinishReason.STOP
+
+
+def test_the_models_limit() -> None:
+    decode = Decode()
+    request = decode.submit(1, LIMIT - 2)
+    decode.admit()
+    assert decode.take_token(request) is None
+    assert decode.take_token(request) is FinishReason.LENGTH
+
+
+def test_overdue() -> None:
+    decode = Decode()
+    late = decode.scheduler.submit(submit(1, seconds_max=5.0), 10.0)
+    decode.scheduler.submit(submit(2, seconds_max=6.0), 10.0)
+    assert decode.scheduler.overdue(14.9) == []
+    assert decode.scheduler.overdue(15.0) == [late]
+
+
+def test_phases_add_up() -> None:
+    decode = Decode()
+    request = decode.submit(1)
+    for now, event in [
+        (1.0, decode.admit),
+        (3.0, lambda: decode.first_token(request)),
+        (6.0, lambda: decode.ready(request)),
+    ]:
+        decode.now = now
+        event()
+    assert request.timings == {"queued": 1.0, "prefill": 2.0, "transfer": 3.0}
+    decode.now = 10.0
+    decode.scheduler.requeue(request, decode.now)
+    assert request.timings["decode"] == 4.0
+    decode.now = 15.0
+    decode.pages.free(
+        list(decode.pages.pages_of(OwnerKind.SEQUENCE).popitem()[1]),
+        Owner(OwnerKind.SEQUENCE, request.request),
+    )
+    decode.admit()
+    assert request.timings["queued"] == 6.0
+    assert sum(request.timings.values()) == 15.0
+
+
+def test_removed_in_a_step_is_our_bug() -> None:
+    decode = Decode()
+    request = decode.run(1)
+    decode.plan()
+    with pytest.raises(AssertionError):
+        decode.scheduler.remove(request)
+    decode.check()
+
+
+class DecodeMachine(RuleBasedStateMachine):
+    """Any order of what can happen to requests; pages are whole after each event."""
+
+    @initialize(pages=st.integers(16, 30), seqs=st.integers(1, 5), unread=st.integers(1, 8))
+    def start(self, pages: int, seqs: int, unread: int) -> None:
+        self.decode = Decode(pages, seqs, unread)
+        self.serial = 0
+        self.draining: list[int] = []
+        """Leases whose request has gone on or ended."""
+        self.told: set[int] = set()
+        """Rooms that have given their first token."""
+
+    def some(self, data: st.DataObject, state: RequestState) -> DecodeRequest | None:
+        found = [r for r in self.decode.scheduler.requests.values() if r.state is state]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @rule(
+        length=st.integers(1, LIMIT - 20),
+        output=st.integers(0, 10),
+        max_tokens=st.integers(0, 40),
+    )
+    def submit(self, length: int, output: int, max_tokens: int) -> None:
+        self.serial += 1
+        self.decode.submit(self.serial, length, [7] * output, max_tokens=max_tokens)
+
+    @rule()
+    def admit(self) -> None:
+        self.decode.admit()
+
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        request = self.some(data, RequestState.PREFILLING)
+        if request is None or not self.decode.scheduler.wants_token(request):
+            return
+        assert request.room is not None
+        if request.room.serial not in self.told:
+            self.told.add(request.room.serial)
+            if self.decode.first_token(request) is not None:
+                self.end(request)
+
+    @rule(data=st.data())
+    def ready(self, data: st.DataObject) -> None:
+        request = self.some(data, RequestState.PREFILLING)
+        if request is None:
+            return
+        assert request.room is not None
+        if request.room.serial in self.told:
+            self.decode.ready(request)
+        elif not self.decode.scheduler.wants_token(request):
+            self.end(request)
+
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        request = self.some(data, RequestState.PREFILLING)
+        if request is not None and request.room is not None:
+            self.draining.append(request.room.serial)
+            self.decode.fail(request)
+
+    @precondition(lambda self: self.draining)
+    @rule()
+    def drain(self) -> None:
+        self.decode.end_lease(self.draining.pop(0))
+
+    @rule()
+    def plan_or_finish(self) -> None:
+        if self.decode.step is None:
+            self.decode.plan()
+        else:
+            self.decode.finish_step()
+
+    @rule(data=st.data(), taken=st.integers(0, 40))
+    def credit(self, data: st.DataObject, taken: int) -> None:
+        request = self.some(data, RequestState.RUNNING)
+        if request is not None:
+            request.tokens_taken = max(request.tokens_taken, taken)
+
+    @rule(data=st.data(), state=st.sampled_from(RequestState))
+    def cancel(self, data: st.DataObject, state: RequestState) -> None:
+        request = self.some(data, state)
+        if request is None:
+            return
+        if request.is_in_step:
+            request.ended = FinishReason.CANCELLED
+        else:
+            self.end(request)
+
+    def end(self, request: DecodeRequest) -> None:
+        if request.room is not None:
+            self.draining.append(request.room.serial)
+        self.decode.remove(request)
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "decode"):
+            self.decode.check()
+            scheduler = self.decode.scheduler
+            assert scheduler.running <= scheduler._max_num_seqs
+            rooms = {r.room.serial for r in scheduler.requests.values() if r.room}
+            assert rooms | set(self.draining) == self.decode.leases.keys()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "decode"):
+            return
+        if self.decode.step is not None:
+            self.decode.finish_step()
+        for request in list(self.decode.scheduler.requests.values()):
+            self.end(request)
+        while self.draining:
+            self.drain()
+        self.decode.check()
+        assert self.decode.pages.free_count == self.decode.pages.total
+
+
+TestDecodeMachine = DecodeMachine.TestCase
+TestDecodeMachine.settings = settings(max_examples=80, stateful_step_count=50)
