@@ -88,6 +88,13 @@ class Simulator:
             call(*arguments)
         self.now = end
 
+    def run_events(self, count: int) -> None:
+        """Run the next `count` events."""
+        for _ in range(min(count, len(self._heap))):
+            self.now, _, call, arguments = heapq.heappop(self._heap)
+            self.events += 1
+            call(*arguments)
+
     def say(self, who: str, text: str, *arguments: object) -> None:
         """One line of the trace. Formats nothing unless somebody reads it."""
         if self.trace is not None:

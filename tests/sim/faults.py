@@ -48,6 +48,7 @@ def add_faults(world: World) -> None:
         stall,
         stall,
         backlog,
+        sleep_together,
         hang_rank,
         kill_rank,
         partition,
@@ -117,6 +118,13 @@ def stall(world: World) -> None:
 def stall_shortly(world: World) -> None:
     if processes := world.processes():
         world.sim.rng.choice(processes).stall(0.2 + world.sim.rng.random() * 0.7)
+
+
+def sleep_together(world: World) -> None:
+    """The whole machine is suspended."""
+    seconds = world.sim.rng.choice((1.0, 4.0, 8.0))
+    for process in world.processes():
+        process.stall(seconds)
 
 
 def backlog(world: World) -> None:

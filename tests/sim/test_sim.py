@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sim.plan import EngineKind
 from tests.sim.run import run_calm_seed, run_seed
 from tests.sim.schedules import SCHEDULES, Schedule, run_schedule
+from tests.sim.sweeps import FAULTS, Fault, sweep
 
 BATCH = 25
 
@@ -53,3 +55,18 @@ def test_seeds_are_busy() -> None:
     assert sum(result.rooms for result in results) > 400
     assert sum(result.fences for result in results) > 40
     assert sum(result.answered for result in results) > 150
+
+
+@pytest.mark.parametrize("engine", EngineKind, ids=lambda e: e.value)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_fault_at_every_third_step(engine: EngineKind, fault: Fault) -> None:
+    assert list(sweep(engine, fault, stride=3)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", EngineKind, ids=lambda e: e.value)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_fault_at_every_step_and_one_more(engine: EngineKind, fault: Fault) -> None:
+    assert list(sweep(engine, fault)) == []
+    for other in FAULTS:
+        assert list(sweep(engine, fault, other, stride=8)) == []
