@@ -167,6 +167,30 @@ def test_next_generation_opens_beside_the_old_one_until_the_floor_rises(prefill:
     assert engines(prefill) == {2: EngineState.OPEN}
 
 
+def test_worker_that_is_dialled_under_two_names_refuses_the_second(prefill: Prefill) -> None:
+    """Each name counts its own generations: a fence of one would miss what the other wrote."""
+    prefill.pair()
+    room = prefill.grant()
+    first = prefill.table.peers.known[DECODE].hello
+    assert first is not None
+    second = msgspec.structs.replace(
+        first, seq=prefill.next_seq(), segments=(segment(0, 7),), floor=1
+    )
+    welcome = one(sent(prefill.receive(second)))
+    assert (welcome.generation, welcome.seq) == (0, second.seq)
+    assert "another address" in welcome.refusal
+    assert prefill.table.stale["other_pairing"] == 1
+    assert room in prefill.table.rooms
+    assert one(sent(prefill.hello())).refusal is None, "the first goes on"
+
+
+def test_hello_below_the_floor_is_of_another_pairing(prefill: Prefill) -> None:
+    prefill.pair(generation=3)
+    welcome = one(sent(prefill.hello(generation=2)))
+    assert "another address" in welcome.refusal
+    assert engines(prefill) == {3: EngineState.OPEN}
+
+
 def test_floor_never_sinks(prefill: Prefill) -> None:
     prefill.pair(generation=3)
     prefill.hello(generation=3, floor=1)

@@ -141,6 +141,15 @@ def test_welcome_for_a_hello_that_was_never_sent_is_dropped(paired: Decode) -> N
     assert paired.pairing.peers[ENDPOINT].writer == WRITER
 
 
+def test_welcome_that_answers_the_hello_to_another_endpoint_is_dropped(paired: Decode) -> None:
+    paired.pair(NEXT_WRITER, OTHER_ENDPOINT)
+    paired.tick(1.0)
+    meant_for_other = paired.last_hello(OTHER_ENDPOINT)
+    assert paired.welcome(NEXT_WRITER, hello=meant_for_other) == []
+    assert paired.pairing.peers[ENDPOINT].writer == WRITER
+    assert paired.table.stale["other_endpoint"] == 1
+
+
 def test_only_a_welcome_switches_the_writer(paired: Decode) -> None:
     room = paired.grant([1])
     paired.drained(room, Outcome.ENDED, writer=NEXT_WRITER)

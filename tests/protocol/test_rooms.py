@@ -170,7 +170,11 @@ def test_unsettled_room_ends_the_rooms_of_its_generation_only(prefill: Prefill) 
     assert prefill.released == [same], "what has settled is released at once"
 
 
-def test_tainted_generation_takes_no_grant(prefill: Prefill) -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_tainted_generation_takes_no_grant(prefill: Prefill, others: int) -> None:
+    """Neither once its engine is being destroyed, nor while other rooms drain on it."""
+    for _ in range(others):
+        prefill.grant()
     prefill.rank_ended(prefill.grant(), Outcome.UNSETTLED)
     effects = prefill.receive(prefill.make_grant())
     drained = one(sent(effects))
