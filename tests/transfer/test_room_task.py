@@ -158,3 +158,99 @@ async def test_full_inbox_closes_the_room() -> None:
     assert room.end.reason is Reason.INBOX_FULL
     assert room.sender.requests == []
     await running
+
+
+async def test_chunks_overlap_their_transfers(room: Room) -> None:
+    """The second chunk is written while the first has not settled; the end waits for both."""
+    for finished in (1, 2, 3):
+        room.task.post(ForwardStarted())
+        room.task.post(PagesFinished(SOURCES, finished, finished == 3))
+        room.task.post(ForwardEnded())
+        await room.quiet()
+    assert len(room.sender.requests) == 3
+    for settle in reversed(room.sender.settle):
+        assert room.ends == []
+        settle(WriteOutcome.COMPLETED, "")
+        await room.quiet()
+    assert (room.end.outcome, room.end.bytes_written) == (Outcome.COMPLETE, 3 * 64)
+
+
+@pytest.mark.parametrize("posted", [0, 1, 2, 3])
+async def test_closed_in_every_state(room: Room, posted: int) -> None:
+    """Before anything, in a forward, with a write out, with all written: clean, and once."""
+    for event in [ForwardStarted(), PagesFinished(SOURCES, 1, False), ForwardEnded()][:posted]:
+        room.task.post(event)
+        await room.quiet()
+    room.task.post(Close(Reason.CLIENT_GONE))
+    room.task.post(Close(Reason.SHUTDOWN))
+    await room.quiet()
+    assert room.ends == [] or posted == 0
+    if 1 <= posted <= 2:
+        room.task.post(ForwardEnded())
+    for settle in room.sender.settle:
+        settle(WriteOutcome.COMPLETED, "")
+    await room.quiet()
+    assert (room.end.outcome, room.end.reason) == (Outcome.ENDED, Reason.CLIENT_GONE)
+
+
+async def test_one_unsettled_write_outweighs_all_others(room: Room) -> None:
+    for finished in (1, 2, 3):
+        room.task.post(PagesFinished(SOURCES, finished, finished == 3))
+    await room.quiet()
+    outcomes = [WriteOutcome.FAILED, WriteOutcome.UNSETTLED, WriteOutcome.COMPLETED]
+    for settle, outcome in zip(room.sender.settle, outcomes, strict=True):
+        settle(outcome, "")
+    await room.quiet()
+    assert room.end.outcome is Outcome.UNSETTLED
+
+
+async def test_broken_engine_that_answers_twice(room: Room) -> None:
+    """Nothing can be believed of that write: the room is not COMPLETE."""
+    room.task.post(PagesFinished(SOURCES, 1, False))
+    room.task.post(PagesFinished(SOURCES, 3, True))
+    await room.quiet()
+    room.sender.settle[0](WriteOutcome.COMPLETED, "")
+    room.sender.settle[0](WriteOutcome.COMPLETED, "")
+    await room.quiet()
+    assert (room.end.outcome, room.end.reason) == (Outcome.UNSETTLED, Reason.TASK_FAILED)
+
+
+async def test_what_comes_after_the_end_changes_nothing(room: Room) -> None:
+    room.task.post(PagesFinished(SOURCES, 3, True))
+    await room.quiet()
+    room.task.post("nonsense")  # type: ignore[arg-type]
+    await room.quiet()
+    assert room.end.outcome is Outcome.UNSETTLED
+    room.sender.settle[0](WriteOutcome.COMPLETED, "")
+    room.task.post(Close(Reason.SHUTDOWN))
+    room.task.post(PagesFinished(SOURCES, 3, True))
+    await room.quiet()
+    assert len(room.ends) == 1
+
+
+async def test_engine_that_breaks_in_a_write(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was accepted is not known."""
+
+    def write(request: WriteRequest, on_settled: OnSettled) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(room.sender, "write", write)
+    room.task.post(PagesFinished(SOURCES, 3, True))
+    await room.quiet()
+    assert (room.end.outcome, room.end.reason) == (Outcome.UNSETTLED, Reason.TASK_FAILED)
+    assert "broken" in room.end.detail
+
+
+async def test_full_inbox_takes_what_proves_an_end() -> None:
+    room = Room(inbox_max=1)
+    running = asyncio.create_task(room.task.run())
+    room.task.post(ForwardStarted())
+    await room.quiet()
+    room.task.post(PagesFinished(SOURCES, 1, False))
+    await room.quiet()
+    room.task.post(ForwardEnded())
+    room.sender.settle[0](WriteOutcome.COMPLETED, "")
+    room.task.post(Close(Reason.CLIENT_GONE))
+    await room.quiet()
+    assert (room.end.outcome, room.end.bytes_written) == (Outcome.ENDED, 64)
+    await running
