@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from tests.sim.world import DecodeSlot, World
 
 
+FENCES_MAX = 4
+"""Per endpoint: the current writer's, and those of writers that still have leases."""
+
+
 class DecodeRank(Rank):
     """One rank: the segments through which its pool can be reached."""
 
@@ -52,14 +56,19 @@ class DecodeRank(Rank):
         segment = Segment(self.index, world.plan.engine.value, name.encode())
         if not world.chance(world.plan.rates.segment_hangs):
             world.sim.after(
-                0.005, self.answer, self.worker.segment_opened, endpoint, generation, segment
+                world.some_seconds(),
+                self.answer,
+                self.worker.segment_opened,
+                endpoint,
+                generation,
+                segment,
             )
 
     def close_segment(self, endpoint: str, generation: int) -> None:
         """Tear down: what is in the network may land until it is done."""
         sim = self.worker.world.sim
         is_tcp = self.worker.world.plan.engine is EngineKind.TCP
-        seconds = 0.001 if is_tcp else 0.005 + sim.rng.random() * 0.3
+        seconds = 0.001 if is_tcp else self.worker.world.some_seconds() + sim.rng.random() * 0.3
         if not self.worker.world.chance(self.worker.world.plan.rates.segment_hangs):
             sim.after(seconds, self.post, self.segment_gone, endpoint, generation)
 
@@ -217,6 +226,9 @@ class DecodeWorker(Process):
         self.table.check()
         self.pages.check()
         check_decode(self.table, self.pages)
+        for peer in self.table.pairing.peers.values():
+            if len(peer.fences) > FENCES_MAX:
+                raise Violation(Kind.BOUNDS, f"{self.name}: {peer.fences}")
         for room, lease in self.table.leases.items():
             job = self.scheduler.jobs.get(room)
             if lease.state is LeaseState.REVOKING and job is not None and job.room == room:

@@ -50,6 +50,7 @@ def add_faults(world: World) -> None:
         backlog,
         sleep_together,
         hang_rank,
+        hang_rank,
         kill_rank,
         partition,
         partition,
@@ -134,14 +135,13 @@ def backlog(world: World) -> None:
 
 def hang_rank(world: World) -> None:
     """One rank under a living leader: for a while, or until its worker ends."""
-    if processes := world.processes():
+    if processes := [process for process in world.processes() if len(process.ranks) > 1]:
         process = world.sim.rng.choice(processes)
-        rank = world.sim.rng.choice(process.ranks)
-        if rank.index > 0:
-            world.sim.say(process.name, "rank %d hangs", rank.index)
-            rank.is_hung = True
-            if world.sim.chance(0.5):
-                world.sim.after(world.sim.rng.random() * 2.0, rank.wake)
+        rank = world.sim.rng.choice(process.ranks[1:])
+        world.sim.say(process.name, "rank %d hangs", rank.index)
+        rank.is_hung = True
+        if world.sim.chance(0.3):
+            world.sim.after(world.sim.rng.random() * 2.0, rank.wake)
 
 
 def kill_rank(world: World) -> None:

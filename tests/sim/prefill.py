@@ -29,6 +29,7 @@ from pdrt.protocol.messages import (
 from pdrt.protocol.room_writer import RankEnd, ReportEnd, RoomWriter, Write, WriterState
 from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
 from tests.sim.cache import PrefixCache
+from tests.sim.core import Kind, Violation
 from tests.sim.fabric import EngineInstance, Heads, InFlight
 from tests.sim.plan import CONFIG, PAGE_SIZE
 from tests.sim.process import Process, Rank
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 CHUNK_PAGES = 2
 BATCH_ROOMS = 2
+ENGINES_MAX = 4
+"""Per decode worker: the newest generation's, and those being destroyed."""
 
 
 class SourceRoom:
@@ -85,8 +88,9 @@ class PrefillRank(Rank):
         instance = EngineInstance(world.fabric, self, generation, segments)
         self.engines[decode, generation] = instance
         if not world.chance(world.plan.rates.engine_hangs):
+            seconds = world.some_seconds()
             world.sim.after(
-                0.01, self.answer, self.worker.engine_opened, decode, generation, self.index
+                seconds, self.answer, self.worker.engine_opened, decode, generation, self.index
             )
 
     def close_engine(self, decode: Incarnation, generation: int) -> None:
@@ -374,3 +378,6 @@ class PrefillWorker(Process):
         self.pages.check()
         room_pages = {room: source.own for room, source in self.sources.items()}
         check_prefill(self.table, room_pages, self.pages)
+        for peer in self.table.peers.known.values():
+            if len(peer.engines) > ENGINES_MAX:
+                raise Violation(Kind.BOUNDS, f"{self.name}: {list(peer.engines)}")

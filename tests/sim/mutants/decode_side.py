@@ -69,7 +69,7 @@ def same_seq_resend() -> list[Patch]:
     return [(LeaseTable, "_send_revoke", send_revoke)]
 
 
-@mutant(Kind.DESTINATION, Kind.CONTENT, seeds=300)
+@mutant(Kind.DESTINATION, Kind.CONTENT)
 def grant_resent() -> list[Patch]:
     """Channel: a `Grant` is sent at most once."""
     grant, handle_timer = LeaseTable.grant, LeaseTable.handle_timer
@@ -92,7 +92,7 @@ def grant_resent() -> list[Patch]:
     return [(LeaseTable, "grant", remember), (LeaseTable, "handle_timer", resend)]
 
 
-@mutant(Kind.DESTINATION, Kind.CONTENT, Kind.TOKEN, Kind.INVARIANT)
+@mutant(Kind.DESTINATION, Kind.CONTENT, Kind.TOKEN)
 def reuse_rooms() -> list[Patch]:
     """Words: a room is never reused."""
 
@@ -134,7 +134,7 @@ def new_incarnation_taken_for_a_fence() -> list[Patch]:
     return [(LeaseTable, "_writer_lost", writer_lost)]
 
 
-@mutant(Kind.DESTINATION, seeds=300)
+@mutant(Kind.DESTINATION)
 def fence_on_one_rank() -> list[Patch]:
     """Fence: a teardown is confirmed by every decode rank."""
 
@@ -144,7 +144,7 @@ def fence_on_one_rank() -> list[Patch]:
     return [(Generation, "closed", closed)]
 
 
-@mutant(Kind.DESTINATION, seeds=300)
+@mutant(Kind.DESTINATION)
 def freed_at_the_request_to_tear_down() -> list[Patch]:
     """Fence: leases end when the teardown is confirmed, not when it is asked for."""
     original = Pairing.retire
@@ -157,7 +157,7 @@ def freed_at_the_request_to_tear_down() -> list[Patch]:
     return [(Pairing, "retire", retire)]
 
 
-@mutant(Kind.DESTINATION, seeds=300)
+@mutant(Kind.DESTINATION)
 def fence_that_ignores_the_generation() -> list[Patch]:
     """Fence: only leases on the retired generation end."""
     original = LeaseTable._generation_retired
@@ -171,7 +171,7 @@ def fence_that_ignores_the_generation() -> list[Patch]:
     return [(LeaseTable, "_generation_retired", retired)]
 
 
-@mutant(Kind.LIVENESS, seeds=300)
+@mutant(Kind.LIVENESS)
 def fence_that_waits_for_the_dead_writers_welcome() -> list[Patch]:
     """Fence: nothing but new grants waits for the `Welcome` that echoes the next generation."""
     retire, welcome = Pairing.retire, Pairing.welcome
@@ -208,7 +208,7 @@ def ready_without_a_first_token() -> list[Patch]:
     return [(LeaseTable, "_complete", complete)]
 
 
-@mutant(Kind.CONTENT, Kind.TOKEN, seeds=100)
+@mutant(Kind.CONTENT, Kind.TOKEN)
 def ready_on_any_outcome() -> list[Patch]:
     """I6: a room that ended badly proves nothing about its pages' content."""
     original = LeaseTable._drained
@@ -219,7 +219,7 @@ def ready_on_any_outcome() -> list[Patch]:
     return [(LeaseTable, "_drained", drained)]
 
 
-@mutant(Kind.TOKEN, seeds=300)
+@mutant(Kind.TOKEN)
 def first_token_taken_while_revoking() -> list[Patch]:
     """I6: a first token counts only while its lease is GRANTED."""
 
@@ -290,7 +290,7 @@ def prefix_not_held_on_decode() -> list[Patch]:
     return unheld(PrefixCache, Owner, OwnerKind.LEASE)
 
 
-@mutant(Kind.SOURCE, Kind.CONTENT, Kind.DESTINATION, seeds=300)
+@mutant(Kind.SOURCE, Kind.CONTENT, Kind.DESTINATION)
 def prefix_not_held_on_prefill() -> list[Patch]:
     """I3: a cached page that is read stays until every rank has drained the room."""
     from pdrt.kv.pages import Owner, OwnerKind
@@ -334,7 +334,7 @@ def segments_not_named_by_the_prefill_worker() -> list[Patch]:
     return [(DecodeRank, "segment_name", name)]
 
 
-@mutant(Kind.DESTINATION, seeds=300)
+@mutant(Kind.DESTINATION)
 def tcp_fence_by_connection_only() -> list[Patch]:
     """Fence: a receiver drops frames of generations below the floor, on new connections too."""
     original = DecodeRank.segment_gone

@@ -32,7 +32,7 @@ def ack_at_revoke() -> list[Patch]:
     return [(RoomTable, "_revoke", revoke)]
 
 
-@mutant(Kind.DESTINATION, seeds=300)
+@mutant(Kind.DESTINATION)
 def ignore_seq() -> list[Patch]:
     """Channel: what is not newer than the last accepted is dropped."""
 
@@ -108,7 +108,7 @@ def give_up_source(worker: PrefillWorker, room: Any) -> None:
         source.own, source.held = [], []
 
 
-@mutant(Kind.SOURCE, Kind.CONTENT, seeds=300)
+@mutant(Kind.SOURCE, Kind.CONTENT)
 def source_released_at_revoke() -> list[Patch]:
     """I3: source pages leave their room only once it has drained."""
     original = PrefillWorker.apply
@@ -121,7 +121,7 @@ def source_released_at_revoke() -> list[Patch]:
     return [(PrefillWorker, "apply", apply)]
 
 
-@mutant(Kind.SOURCE, Kind.CONTENT, seeds=300)
+@mutant(Kind.SOURCE, Kind.CONTENT)
 def source_released_when_one_rank_drained() -> list[Patch]:
     """I3: … on every rank."""
     original = PrefillWorker.rank_ended

@@ -64,7 +64,7 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    *kinds: Kind, seeds: int = 100, schedule: Schedule | None = None, is_calm: bool = False
+    *kinds: Kind, seeds: int = 300, schedule: Schedule | None = None, is_calm: bool = False
 ) -> Callable[[Callable[[], list[Patch]]], Callable[[], list[Patch]]]:
     """Register a mutant: the violations it may be caught for, and where they are looked for."""
 
