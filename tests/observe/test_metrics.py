@@ -10,7 +10,7 @@ from pdrt.observe.metrics import Metrics
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """By name and label values, in the order of the labels; role and worker are the same for all."""
+    """By name and label values, in the order of the labels, role and worker left out."""
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from typing import Any
@@ -69,6 +70,7 @@ class DecodePeer:
             self.heard.append(message)
 
     async def say(self, message: Any) -> None:
+        await asyncio.sleep(0)  # the worker's loop runs by now
         await until(lambda: self.channel.send(encode(message)), "a connection")
 
     async def hello(self, generation: int = 1, segment: Segment | None = None) -> Welcome:
