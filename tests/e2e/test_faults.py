@@ -101,6 +101,43 @@ async def test_prefill_stopped_and_woken(cluster: Cluster, tiny_reference: Refer
     await assert_serves(cluster, tiny_reference)
 
 
+async def test_decode_stopped_in_mid_stream_and_woken(
+    cluster: Cluster, tiny_reference: Reference
+) -> None:
+    """Its streams go on elsewhere; what it still says of them when it wakes up changes nothing."""
+    stopped = cluster.processes["decode-1"]
+    prompts = [words(tiny_reference, 20 + n, seed=n) for n in range(6)]
+    async with Streams(cluster) as streams:
+        await streams.begin(prompts)
+        stopped.send(signal.SIGSTOP)
+        try:
+            await until(lambda: len(cluster.workers("decode")) == 1, "the stopped one to be lost")
+        finally:
+            stopped.send(signal.SIGCONT)
+    streams.assert_unharmed(tiny_reference)
+    await until(cluster.is_complete, "the woken worker to be back")
+    assert stopped.is_running
+    await assert_serves(cluster, tiny_reference)
+
+
+async def test_gateway_stopped_and_woken(cluster: Cluster, tiny_reference: Reference) -> None:
+    """Its workers take it for lost and cancel; it was itself asleep, and accuses nobody."""
+    gateway = cluster.processes["gateway"]
+    async with Streams(cluster) as streams:
+        await streams.begin([words(tiny_reference, 20 + n, seed=n) for n in range(2)])
+        gateway.send(signal.SIGSTOP)
+        try:
+            for name in ("decode-0", "decode-1"):
+                worker = cluster.processes[name]
+                address = f"127.0.0.1:{cluster.worker_port}"
+                await asyncio.to_thread(worker.wait_for, f"gateway lost gateway={address}")
+        finally:
+            gateway.send(signal.SIGCONT)
+    streams.assert_unharmed(tiny_reference)
+    await until(cluster.is_complete, "the workers to be back")
+    await assert_serves(cluster, tiny_reference)
+
+
 def incarnations(deployment: Deployment) -> dict[str, str]:
     """By role, where there is one of each; two of a role are named by neither."""
     status = deployment.status()

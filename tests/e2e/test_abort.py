@@ -1,0 +1,150 @@
+"""Requests that end early: compute stops, the lease is revoked, both pools are whole."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.clients import complete, greedy
+from tests.e2e.conftest import Cluster
+from tests.e2e.deployment import HANG_SECONDS, Deployment, until
+from tests.e2e.reference import Reference, words
+from tests.e2e.streams import assert_serves, stream_without_end
+
+pytestmark = pytest.mark.e2e
+
+
+def outcomes(deployment: Deployment) -> dict[tuple[str, str], float]:
+    """How many requests ended how, by role."""
+    found: dict[tuple[str, str], float] = {}
+    for name, labels, value in deployment.metrics():
+        if name == "pdrt_requests_total":
+            key = labels["role"], labels["outcome"]
+            found[key] = found.get(key, 0) + value
+    return found
+
+
+def changes(deployment: Deployment, before: dict[tuple[str, str], float]) -> dict[str, float]:
+    """As `role outcome`, what has been counted since."""
+    now = outcomes(deployment)
+    return {
+        " ".join(key): value - before.get(key, 0)
+        for key, value in now.items()
+        if value > before.get(key, 0)
+    }
+
+
+def computed(deployment: Deployment) -> int | None:
+    """Tokens of the one open room that prefill has computed."""
+    for worker in deployment.workers("prefill"):
+        for room in (worker["status"] or {"rooms": []})["rooms"]:
+            if room["state"] == "open" and room["computed"]:
+                return int(room["computed"])
+    return None
+
+
+async def test_a_client_that_leaves_in_mid_stream(
+    tiny_up: Deployment, tiny_reference: Reference
+) -> None:
+    before = outcomes(tiny_up)
+    async with tiny_up.client() as client, asyncio.timeout(HANG_SECONDS):
+        begun = asyncio.Event()
+        stream = stream_without_end(client, tiny_up.name, [5] * 40, begun)
+        task = asyncio.create_task(stream)
+        await begun.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: not tiny_up.troubles(), "whole")
+    ended = changes(tiny_up, before)
+    assert ended["gateway client_gone"] == ended["decode cancelled"] == 1
+    assert "request ended" in tiny_up.logs() and "outcome=cancelled" in tiny_up.logs()
+    await assert_serves(tiny_up, tiny_reference)
+
+
+async def test_a_client_that_leaves_during_prefill(
+    tiny_up: Deployment, tiny_reference: Reference
+) -> None:
+    """Prefill stops at the next chunk, and the pages are free when it has drained."""
+    before = outcomes(tiny_up)
+    prompt = words(tiny_reference, 3900)
+    async with tiny_up.client() as client, asyncio.timeout(HANG_SECONDS):
+        task = asyncio.create_task(complete(client, tiny_up.name, prompt, max_tokens=5))
+        await until(lambda: computed(tiny_up), "the first chunks")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: not tiny_up.troubles(), "whole")
+    ended = changes(tiny_up, before)
+    assert ended["gateway client_gone"] == ended["decode cancelled"] == 1
+    assert ended["prefill ended"] == 1
+    log = tiny_up.processes["up"].text()
+    assert "reason=client_gone tokens=3900" in log
+    assert "reason=client_gone tokens=3900 computed=3900" not in log
+    assert "lease drained" in log
+
+
+@pytest.mark.parametrize("stream", (False, True))
+async def test_a_deadline(tiny_up: Deployment, tiny_reference: Reference, stream: bool) -> None:
+    """X-Request-Timeout: 504, or an error in the stream; upstream stops."""
+    before = outcomes(tiny_up)
+    async with tiny_up.client() as client, asyncio.timeout(HANG_SECONDS):
+        with pytest.raises(openai.APIError) as caught:
+            await complete(
+                client,
+                tiny_up.name,
+                [5] * 40,
+                stream=stream,
+                max_tokens=3900,
+                ignore_eos=True,
+                extra_headers={"X-Request-Timeout": "0.5"},
+            )
+    assert "took too long" in caught.value.message or "time is up" in caught.value.message
+    if not stream:
+        assert isinstance(caught.value, openai.APIStatusError)
+        assert caught.value.status_code == 504
+    await until(lambda: not tiny_up.troubles(), "whole")
+    ended = changes(tiny_up, before)
+    assert ended["gateway deadline"] == 1
+    assert ended.get("decode deadline", 0) + ended.get("decode cancelled", 0) == 1
+    await assert_serves(tiny_up, tiny_reference)
+
+
+async def test_a_stop_string(tiny_up: Deployment, tiny_reference: Reference) -> None:
+    """The text ends before it, the usage with the token that completed it; decode stops."""
+    prompt = words(tiny_reference, 30)
+    tokens, _, _ = tiny_reference.greedy(prompt, 40, ignore_eos=True)
+    whole = tiny_reference.decode(tokens)
+    pairs = (tiny_reference.decode(tokens[n : n + 2]) for n in range(5, 38))
+    stop = next(text for text in pairs if text.isascii() and text.isprintable() and len(text) > 2)
+    before = outcomes(tiny_up)
+    for stream in (False, True):
+        async with tiny_up.client() as client:
+            answer = await complete(
+                client,
+                tiny_up.name,
+                prompt,
+                stream=stream,
+                max_tokens=3900,
+                ignore_eos=True,
+                stop=[stop],
+            )
+        assert answer.text == whole[: whole.index(stop)]
+        assert answer.finish_reason == "stop"
+        assert answer.completion_tokens < 40
+    await until(lambda: not tiny_up.troubles(), "whole")
+    ended = changes(tiny_up, before)
+    assert ended["gateway stop"] == 2
+    assert ended["decode cancelled"] == 2
+
+
+async def test_a_client_that_does_not_read(cluster: Cluster, tiny_reference: Reference) -> None:
+    """Its sequence pauses instead of filling buffers, others go on, and it can still leave."""
+    create: Any
+    async with cluster.client() as client, asyncio.timeout(HANG_SECONDS):
+        create = client.completions.create
+        settings = greedy(max_tokens=3900, ignore_eos=True)
+        events = await create(model=cluster.name, prompt=[5], stream=True, **settings)
+        await assert_serves(cluster, tiny_reference)
+        await events.close()
