@@ -302,9 +302,12 @@ class DecodeWorker:
         try:
             result = await self.executor.step([self._row(row) for row in plan.rows])
         except Exception as error:
-            log.exception("decode step failed")
-            self._step_failed(plan, repr(error))
+            if not self.loop.is_ending:
+                log.exception("decode step failed")
+                self._step_failed(plan, repr(error))
             return
+        if self.loop.is_ending:
+            return  # its requests have been told, and are gone
         now = time.monotonic()
         for row, token in zip(plan.rows, result.tokens, strict=True):
             request = self.scheduler.requests[row.request]

@@ -75,7 +75,8 @@ class GatewayLinks:
         self._make_register = make_register
         self._decoder: Decoder[GatewayToWorker] = Decoder(GatewayToWorker, config.frame_bytes_max)
         self._links: list[_Link] = []
-        for endpoint in endpoints:
+        # One named twice is one: two connections would take the routing id from each other.
+        for endpoint in dict.fromkeys(endpoints):
             host, _, port = endpoint.rpartition(":")
             if not host or not port.isdigit():
                 raise ConfigError(f"--gateway {endpoint!r}: HOST:PORT is expected")

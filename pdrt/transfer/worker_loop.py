@@ -43,6 +43,11 @@ class WorkerLoop:
         self._ended: asyncio.Future[ExitCode] = self._loop.create_future()
         self._is_leaving = False
 
+    @property
+    def is_ending(self) -> bool:
+        """`end` has been called: tasks that still run are about to be cancelled."""
+        return self._ended.done()
+
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` as a task of this worker."""
         task = self._group.create_task(work, name=name)

@@ -116,39 +116,76 @@ async def test_while_a_one_token_request_is_prefilled(pair: Pair) -> None:
     assert len(pair.prefill_executor.steps) == 1
 
 
+class Storm:
+    """Clients that leave at random points, with pools too small for all of them."""
+
+    def __init__(self, pair: Pair, dice: random.Random) -> None:
+        self.pair = pair
+        self.dice = dice
+
+    async def run(self, waves: int, clients: int, ends: set[FinishReason]) -> list[FinishReason]:
+        """How each of them ended, one of `ends`; what it had been told until then was right."""
+        found: list[FinishReason] = []
+        async with asyncio.timeout(90):
+            for wave in range(waves):
+                numbers = range(clients * wave, clients * wave + clients)
+                found += await asyncio.gather(*map(self._client, numbers))
+        assert set(found) == ends
+        await self.pair.deployment.quiet()
+        return found
+
+    async def _client(self, number: int) -> FinishReason:
+        prompt = prompt_of(self.dice.randint(1, 40), number)
+        count = self.dice.choice([1, 2, 3, 8, 20])
+        patience = self.dice.choice([0, 0, 1, 2, 5, 100])
+        stream = self.pair.submit(prompt, count)
+        for _ in range(patience):
+            await self._read(stream, 0.002 * self.dice.random())
+        if stream.finished is None and patience < 100:
+            self.pair.cancel(stream)
+        while stream.finished is None:
+            await self._read(stream, 0.005)
+        assert stream.tokens == output_of(prompt, len(stream.tokens))
+        reason = stream.finished.reason
+        assert reason is not FinishReason.LENGTH or len(stream.tokens) == count
+        return reason
+
+    async def _read(self, stream: Stream, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.pair.gateway.credit(self.pair.decode.incarnation, stream, len(stream.tokens))
+
+
+STORM = msgspec.structs.replace(SCHEDULER, max_num_seqs=6, stream_tokens_max=12)
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_storm(seed: int) -> None:
-    """Requests that are left at random points, in pools that are too small for all of them."""
-    dice = random.Random(seed)
-    scheduler = msgspec.structs.replace(SCHEDULER, max_num_seqs=6, stream_tokens_max=12)
-    async with deployed(prefill_pages=30, decode_pages=26, scheduler=scheduler) as pair:
+    async with deployed(prefill_pages=30, decode_pages=26, scheduler=STORM) as pair:
+        storm = Storm(pair, random.Random(seed))
+        await storm.run(4, 25, {FinishReason.LENGTH, FinishReason.CANCELLED})
+        await pair.serves()
 
-        async def client(number: int) -> bool:
-            prompt = prompt_of(dice.randint(1, 40), number)
-            count = dice.choice([1, 2, 3, 8, 20])
-            patience = dice.choice([0, 0, 1, 2, 5, 100])
-            stream = pair.submit(prompt, count)
-            for _ in range(patience):
-                await asyncio.sleep(0.002 * dice.random())
-                pair.gateway.credit(pair.decode.incarnation, stream, len(stream.tokens))
-            if stream.finished is None and patience < 100:
-                pair.cancel(stream)
-            while stream.finished is None:
-                await asyncio.sleep(0.005)
-                pair.gateway.credit(pair.decode.incarnation, stream, len(stream.tokens))
-            finished = await stream.end()
-            assert stream.tokens == output_of(prompt, len(stream.tokens))
-            if finished.reason is FinishReason.LENGTH:
-                assert len(stream.tokens) == count
-            else:
-                assert finished.reason is FinishReason.CANCELLED, finished
-            return finished.reason is FinishReason.LENGTH
 
-        async with asyncio.timeout(60):
-            outcomes = []
-            for wave in range(4):
-                clients = (client(25 * wave + number) for number in range(25))
-                outcomes += await asyncio.gather(*clients)
-        assert 0 < sum(outcomes) < len(outcomes), "some ended well, and some did not"
-        await pair.deployment.quiet()
+@pytest.mark.parametrize("seed", range(2))
+async def test_storm_while_everything_fails_now_and_then(seed: int, copies: CopyGate) -> None:
+    """Forwards and copies on both sides; nothing wrong is ever said, and nothing is kept."""
+    async with deployed(prefill_pages=30, decode_pages=26, scheduler=STORM) as pair:
+        dice = random.Random(100 + seed)
+
+        async def trouble() -> None:
+            while True:
+                await asyncio.sleep(0.02 * dice.random())
+                match dice.randrange(4):
+                    case 0 | 1:
+                        pair.prefill_executor.failures = 1
+                    case 2:
+                        copies.failures = 1
+                    case 3:
+                        pair.decode_executor.failures = 1
+
+        troubling = asyncio.create_task(trouble())
+        ends = {FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.FAILED}
+        await Storm(pair, random.Random(seed)).run(4, 25, ends)
+        troubling.cancel()
+        pair.prefill_executor.failures = pair.decode_executor.failures = copies.failures = 0
         await pair.serves()

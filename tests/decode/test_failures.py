@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
 from pdrt.ids import Incarnation, RoomId, new_incarnation
 from pdrt.kv.pages import OwnerKind
+from pdrt.model.batch import StepResult
 from pdrt.prefill.worker import PrefillWorker
 from pdrt.protocol.codec import encode
 from pdrt.protocol.gateway_messages import FinishReason, Submit
@@ -445,6 +449,28 @@ async def test_a_decode_worker_that_runs_out_of_time() -> None:
     assert (await stream.end()).reason is FinishReason.UNAVAILABLE
     assert await deployment.exit_code(decode) is ExitCode.STOPPED
     await deployment.close()
+
+
+async def test_its_time_is_up_in_the_turn_in_which_a_step_ends(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests have been told; the step has nobody to tell, and that breaks nothing."""
+    step: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+    rows: list[object] = []
+
+    async def wait(planned: Sequence[object]) -> StepResult:
+        rows.extend(planned)
+        return await step
+
+    monkeypatch.setattr(pair.decode_executor, "step", wait)
+    stream = pair.submit(prompt_of(5), 6)
+    await until(lambda: rows, "a step")
+    pair.decode.loop._leave()
+    assert pair.decode._leave_by is not None
+    step.set_result(StepResult([7], 0.0))
+    pair.decode._leave_when_done(pair.decode._leave_by + 1)
+    assert await pair.deployment.exit_code(pair.decode) is ExitCode.STOPPED
+    assert (await stream.end()).reason is FinishReason.UNAVAILABLE
 
 
 async def test_a_prefill_worker_leaves(pair: Pair) -> None:

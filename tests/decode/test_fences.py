@@ -179,3 +179,19 @@ async def test_a_writer_dies_while_another_serves(fences: Fences) -> None:
         await fences.served(stream, prompt)
     assert fences.events[0] == "dead"
     assert "killed" not in fences.events
+
+
+async def test_a_writer_that_is_told_to_stop(fences: Fences) -> None:
+    """It finishes what it has, and nothing needs a fence."""
+    first = await fences.add("steps")
+    prompt = prompt_of(40)
+    stream = fences.submit(prompt)
+    await until(lambda: "step of 1" in first.said, "prefill")
+    first.process.terminate()
+    await until(lambda: not fences.decode.table.usable_endpoints(), "its refusal")
+    first.connection.send("open")
+    await fences.served(stream, prompt)
+    await until(lambda: not first.process.is_alive(), "its end")
+    assert first.process.exitcode == 0
+    assert "killed" not in fences.events
+    assert "freed" not in fences.events

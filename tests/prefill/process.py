@@ -6,6 +6,7 @@ Says where it is, then what it does; told `open`, it holds nothing back any more
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from multiprocessing.connection import Connection
 
@@ -19,10 +20,10 @@ from tests.prefill.executor import StandInExecutor
 
 def main(connection: Connection, gateway: str, hold: str) -> None:
     """`hold`: what is held back, `steps`, `copies` or nothing."""
-    uvloop.run(_serve(connection, gateway, hold))
+    sys.exit(uvloop.run(_serve(connection, gateway, hold)))
 
 
-async def _serve(connection: Connection, gateway: str, hold: str) -> None:
+async def _serve(connection: Connection, gateway: str, hold: str) -> int:
     executor = StandInExecutor(64)
     executor.on_step = lambda rows: connection.send(f"step of {rows}")
     may_copy = threading.Event()
@@ -40,7 +41,7 @@ async def _serve(connection: Connection, gateway: str, hold: str) -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     connection.send(worker.facts())
-    await worker.run()
+    return (await worker.run()).value
 
 
 def _hold_copies(connection: Connection, may_copy: threading.Event) -> None:

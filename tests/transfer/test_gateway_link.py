@@ -267,6 +267,14 @@ async def test_worker_that_nobody_answers_says_so(caplog: pytest.LogCaptureFixtu
     gateway.channel.close()
 
 
+async def test_gateway_that_is_named_twice_is_dialled_once(gateway: Gateway) -> None:
+    """Two connections under one routing id would take it from each other for ever."""
+    worker = Worker(gateway, gateway)
+    await worker.registered(gateway)
+    assert len(worker.links.gateways()) == 1
+    worker.links.close()
+
+
 @pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:-1"])
 async def test_bad_address(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
