@@ -229,7 +229,9 @@ class DecodePeers:
         for number, engine in peer.engines.items():
             is_refused = engine.state is EngineState.REFUSED
             is_done = is_refused or engine.is_tainted or peer.is_lost or number < peer.floor
-            if is_done and number not in busy and engine.state is not EngineState.CLOSING:
+            # One that is opening is closed once it has opened, or has failed to.
+            is_quiet = engine.state in (EngineState.OPEN, EngineState.REFUSED)
+            if is_done and number not in busy and is_quiet:
                 if is_refused:
                     effects += self._answer(peer, hello, 0, engine.refusal)
                 engine.state = EngineState.CLOSING

@@ -170,10 +170,12 @@ class Pairing:
 
     def retire(self, endpoint: str, now: float) -> list[PairingEffect]:
         """Fence whoever writes into the newest generation: no new grants on it, the next one in
-        its place, and its teardown on every rank. Waits while another teardown is under way."""
+        its place, and its teardown on every rank. Waits while another teardown is under way, or
+        while ranks are opening it (nobody knows it then), so that no two steps of one segment
+        overlap."""
         peer = self.peers[endpoint]
         newest = peer.newest
-        if newest is None or peer.is_retiring:
+        if newest is None or newest.state is SegmentState.OPENING or peer.is_retiring:
             return []
         effects: list[PairingEffect] = []
         newest.close(self.ranks, now + self._config.retire_seconds_max)

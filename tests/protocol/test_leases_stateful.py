@@ -458,6 +458,8 @@ class LeaseMachine(RuleBasedStateMachine):
         for endpoint in ENDPOINTS:
             self.unwant(endpoint)
         for _ in range(3):
+            for endpoint in ENDPOINTS:
+                self.open_all(endpoint)
             self.tick(0.5, 1)
             self.close_all()
         self.tick(0.5, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.sim.mutants import MUTANTS, Mutant
@@ -19,6 +21,11 @@ def test_mutant_is_caught(mutant: Mutant) -> None:
     else:
         unbroken = (run_calm_seed if mutant.is_calm else run_seed)(result.seed)
     assert unbroken.violation is None, unbroken
+
+
+def test_readme_lists_every_mutant() -> None:
+    text = Path(__file__).with_name("README.md").read_text()
+    assert [name for name in MUTANTS if f"| `{name}` |" not in text] == []
 
 
 def test_every_mutant_says_which_rule_it_breaks() -> None:
