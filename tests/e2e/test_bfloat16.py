@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.e2e.clients import complete
+from tests.e2e.conftest import REAL_FLAGS
 from tests.e2e.deployment import HANG_SECONDS, Deployment, until
 from tests.e2e.reference import Reference
 from tests.e2e.test_greedy import TEXT
@@ -24,7 +25,7 @@ async def test_flip_rate(tmp_path: Path, real_model: Path) -> None:
     reference = Reference(real_model, torch.bfloat16)
     prompts = [reference.encode(TEXT)[start : start + 60] for start in range(0, 160, 20)]
     with Deployment(tmp_path, str(real_model)) as deployment:
-        deployment.up("--dtype", "bfloat16", "--kv-cache-memory-bytes", "100000000")
+        deployment.up(*REAL_FLAGS, "--dtype", "bfloat16")
         await until(deployment.is_ready, "ready")
         async with deployment.client() as client, asyncio.timeout(HANG_SECONDS):
             answers = await asyncio.gather(

@@ -171,26 +171,33 @@ async def test_each_role_killed_under_up(
     assert {other: tiny_up.pid_of(other) for other in others} == others
 
 
-async def test_up_killed_and_up_interrupted(tmp_path: Path, tiny_model: Path) -> None:
-    """By SIGKILL and by Ctrl-C, with a stream running: nothing is left."""
+async def test_up_killed_and_up_interrupted(
+    tmp_path: Path, tiny_model: Path, tiny_reference: Reference
+) -> None:
+    """Nothing is left by SIGKILL; nor by Ctrl-C, which lets streams end first."""
     with Deployment(tmp_path, str(tiny_model)) as deployment:
-        for number in (signal.SIGKILL, signal.SIGINT):
-            up = deployment.up(*TINY_FLAGS, "--shutdown-timeout", "1")
-            await until(deployment.is_ready, "ready")
-            deployment.assert_holds_nothing_named()
-            async with deployment.client() as client:
-                begun = asyncio.Event()
-                task = asyncio.create_task(
-                    stream_without_end(client, deployment.name, [5, 6], begun)
-                )
-                await begun.wait()
-                up.send(number)
-                code = await asyncio.to_thread(up.wait)
-                assert isinstance(
-                    (await asyncio.gather(task, return_exceptions=True))[0], Exception
-                )
-            assert code == (-9 if number is signal.SIGKILL else 0)
-            await asyncio.to_thread(deployment.assert_nothing_left)
+        up = deployment.up(*TINY_FLAGS)
+        await until(deployment.is_ready, "ready")
+        async with deployment.client() as client, asyncio.timeout(HANG_SECONDS):
+            begun = asyncio.Event()
+            stream = stream_without_end(client, deployment.name, [5, 6], begun)
+            task = asyncio.create_task(stream)
+            await begun.wait()
+            up.send(signal.SIGKILL)
+            assert await asyncio.to_thread(up.wait) == -signal.SIGKILL
+            (result,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(result, Exception)
+        await asyncio.to_thread(deployment.assert_nothing_left)
+
+        up = deployment.up(*TINY_FLAGS)
+        await until(deployment.is_ready, "ready")
+        deployment.assert_holds_nothing_named()
+        async with Streams(deployment) as streams:
+            await streams.begin([words(tiny_reference, 20, seed=n) for n in range(4)])
+            up.send(signal.SIGINT)
+        assert await asyncio.to_thread(up.wait) == 0
+        await asyncio.to_thread(deployment.assert_nothing_left)
+        streams.assert_unharmed(tiny_reference)
 
 
 @pytest.mark.slow
