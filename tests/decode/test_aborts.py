@@ -10,6 +10,7 @@ import pytest
 
 from pdrt.kv.pages import OwnerKind
 from pdrt.protocol.gateway_messages import FinishReason
+from pdrt.protocol.messages import Reason
 from tests.decode.deployment import SCHEDULER, Pair, Stream, deployed, prompt_of, until
 from tests.prefill.executor import output_of
 from tests.transfer.copies import CopyGate
@@ -114,6 +115,17 @@ async def test_while_a_one_token_request_is_prefilled(pair: Pair) -> None:
     pair.prefill_executor.gate.set()
     await pair.deployment.quiet()
     assert len(pair.prefill_executor.steps) == 1
+
+
+async def test_a_first_token_that_stops_revokes_the_rest(pair: Pair, copies: CopyGate) -> None:
+    """What is left of the transfer is for nobody."""
+    copies.close()
+    wanted = output_of(prompt_of(10), 1)
+    stream = pair.submit(prompt_of(10), 8, stop_token_ids=tuple(wanted))
+    assert (await stream.end()).reason is FinishReason.STOP
+    assert [x.reason for x in pair.decode.table.leases.values()] == [Reason.FINISHED]
+    assert pair.decode.pages.count(OwnerKind.LEASE) == 3
+    copies.open()
 
 
 class Storm:
