@@ -10,7 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 from tests.sim.mutants import MUTANTS
 from tests.sim.run import Result, run_calm_seed, run_seed
-from tests.sim.schedules import SCHEDULES, run_schedule
+from tests.sim.schedules import SCHEDULES
+from tests.sim.stage import run_schedule
 
 CHUNK_SEEDS = 16
 

@@ -8,7 +8,7 @@ from pdrt.protocol.messages import Reason
 from tests.sim.fabric import Fate
 from tests.sim.plan import HEAL_SECONDS_MAX, EngineKind
 from tests.sim.run import verdict
-from tests.sim.schedules import PROMPT, Stage, only_first
+from tests.sim.stage import PROMPT, Stage, only_first
 
 STEPS_MAX = 160
 Fault = Callable[[Stage], None]

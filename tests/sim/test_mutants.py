@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.mutants import MUTANTS, Mutant
 from tests.sim.run import run_calm_seed, run_seed
-from tests.sim.schedules import run_schedule
+from tests.sim.stage import run_schedule
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda m: m.name)

@@ -6,7 +6,8 @@ import pytest
 
 from tests.sim.plan import EngineKind
 from tests.sim.run import run_calm_seed, run_seed
-from tests.sim.schedules import SCHEDULES, Schedule, run_schedule
+from tests.sim.schedules import SCHEDULES
+from tests.sim.stage import Schedule, run_schedule
 from tests.sim.sweeps import FAULTS, Fault, sweep
 
 BATCH = 25

@@ -133,6 +133,31 @@ def source_released_when_one_rank_drained() -> list[Patch]:
     return [(PrefillWorker, "rank_ended", rank_ended)]
 
 
+@mutant(Kind.SOURCE, Kind.CONTENT)
+def source_released_under_unsettled_writes() -> list[Patch]:
+    """Fence: after UNSETTLED, source pages stay until the engine instance is destroyed."""
+    original = PrefillWorker.rank_ended
+
+    def rank_ended(self: PrefillWorker, room: Any, rank: int, end: RankEnd) -> Any:
+        effects = original(self, room, rank, end)
+        if room not in self.table.rooms:
+            give_up_source(self, room)
+        return effects
+
+    return [(PrefillWorker, "rank_ended", rank_ended)]
+
+
+@mutant(Kind.SOURCE, Kind.CONTENT)
+def engine_destroyed_by_word_only() -> list[Patch]:
+    """Fence: an instance is closed when it can touch nothing, not when it takes no new writes."""
+
+    def close_engine(self: PrefillRank, decode: Any, generation: int) -> None:
+        self.engines.pop((decode, generation), None)
+        self.answer(self.worker.engine_closed, decode, generation, self.index)
+
+    return [(PrefillRank, "close_engine", close_engine)]
+
+
 @mutant(Kind.DESTINATION, schedule=schedules.two_ranks_report_twice)
 def count_acks() -> list[Patch]:
     """Acknowledgements are named, never counted."""

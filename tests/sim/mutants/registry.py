@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from tests.sim.core import Kind
 from tests.sim.run import Result, run_calm_seed, run_seed
-from tests.sim.schedules import Schedule, run_schedule
+from tests.sim.stage import Schedule, run_schedule
 
 Patch = tuple[object, str, Any]
 

@@ -1,0 +1,169 @@
+"""One prefill rank: its engine instances, and one `RoomWriter` per room."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pdrt.ids import Incarnation, RoomId
+from pdrt.kv.pages import Owner, OwnerKind
+from pdrt.protocol.messages import (
+    Grant,
+    Outcome,
+    Reason,
+)
+from pdrt.protocol.room_writer import RankEnd, ReportEnd, RoomWriter, Write, WriterState
+from tests.sim.fabric import EngineInstance, Heads, InFlight
+from tests.sim.process import Process, Rank
+from tests.sim.tokens import pages_for
+
+if TYPE_CHECKING:
+    from tests.sim.prefill import PrefillWorker
+
+CHUNK_PAGES = 2
+
+
+class SourceRoom:
+    """What the leader's scheduler keeps of a room."""
+
+    def __init__(self, grant: Grant) -> None:
+        self.grant = grant
+        self.room = grant.room
+        self.owner = Owner(OwnerKind.ROOM, grant.room)
+        self.held: list[int] = []
+        """Cached pages, read by this room's writes."""
+        self.own: list[int] = []
+        """Pages owned by the room."""
+        self.is_planned = False
+        self.is_closed = False
+        self.computed = 0
+        """Pages whose KV exists."""
+        self.pages: list[int] = []
+        """By index in the prompt."""
+
+    @property
+    def pages_total(self) -> int:
+        return pages_for(len(self.grant.token_ids))
+
+
+class PrefillRank(Rank):
+    """One rank: its engines, and one writer per room."""
+
+    worker: PrefillWorker
+
+    def __init__(self, worker: Process, index: int) -> None:
+        super().__init__(worker, index)
+        self.writers: dict[RoomId, RoomWriter] = {}
+        self.grants: dict[RoomId, Grant] = {}
+        self.engines: dict[tuple[Incarnation, int], EngineInstance] = {}
+
+    # Engines
+
+    def open_engine(self, decode: Incarnation, generation: int, segments: dict[int, str]) -> None:
+        world = self.worker.world
+        if world.chance(world.plan.rates.engine_refuses):
+            self.answer(self.worker.engine_refused, decode, generation)
+            return
+        instance = EngineInstance(world.fabric, self, generation, segments)
+        self.engines[decode, generation] = instance
+        if not world.chance(world.plan.rates.engine_hangs):
+            seconds = world.some_seconds()
+            world.sim.after(
+                seconds, self.answer, self.worker.engine_opened, decode, generation, self.index
+            )
+
+    def close_engine(self, decode: Incarnation, generation: int) -> None:
+        world = self.worker.world
+        if not world.chance(world.plan.rates.engine_hangs):
+            seconds = world.sim.rng.random() * 0.3
+            world.sim.after(seconds, self.post, self.engine_gone, decode, generation)
+
+    def engine_gone(self, decode: Incarnation, generation: int) -> None:
+        if instance := self.engines.pop((decode, generation), None):
+            instance.destroy()
+        self.answer(self.worker.engine_closed, decode, generation, self.index)
+
+    # Rooms
+
+    def open_room(self, grant: Grant) -> None:
+        page_bytes = {copy.decode_rank: copy.length for copy in self.worker.slices[self.index]}
+        self.grants[grant.room] = grant
+        self.writers[grant.room] = self.worker.world.make_writer(
+            grant.room, page_bytes, grant.pages, grant.first_page
+        )
+
+    def close_room(self, room: RoomId, reason: Reason) -> None:
+        if writer := self.writers.get(room):
+            self.carry_out(writer, writer.close(reason))
+
+    def plan(self, forward: Forward) -> None:
+        """A forward begins once every rank has it."""
+        for source in forward.rooms:
+            if writer := self.writers.get(source.room):
+                self.carry_out(writer, writer.forward_started())
+                forward.started.add((self.index, source.room))
+        forward.ranks_missing.discard(self.index)
+        if not forward.ranks_missing:
+            sim = self.worker.world.sim
+            sim.after(0.01 + sim.rng.random() * 0.05, self.worker.compute, forward)
+
+    def forward_done(self, forward: Forward) -> None:
+        for source in forward.rooms:
+            writer = self.writers.get(source.room)
+            if writer is None or (self.index, source.room) not in forward.started:
+                continue
+            self.carry_out(writer, writer.forward_ended())
+            if forward.has_failed or writer.state is WriterState.GONE:
+                continue
+            finished = forward.finished[source.room]
+            self.carry_out(writer, writer.pages_finished(source.pages, finished))
+            if finished == source.pages_total and writer.state is not WriterState.GONE:
+                if self.index == 0:
+                    self.worker.sample(source)
+                self.carry_out(writer, writer.finished())
+
+    def carry_out(self, writer: RoomWriter, effects: list[Any]) -> None:
+        """The effects of one room's writer, in order."""
+        writer.check()
+        for effect in effects:
+            match effect:
+                case Write():
+                    self.submit(writer, effect)
+                case ReportEnd(end):
+                    del self.writers[writer.room]
+                    self.report(writer.room, end)
+
+    def report(self, room: RoomId, end: RankEnd) -> None:
+        self.answer(self.worker.rank_ended, room, self.index, end)
+
+    def submit(self, writer: RoomWriter, write: Write) -> None:
+        room, worker = writer.room, self.worker
+        worker.world.writes += 1
+        instance = self.engines[room.decode, self.grants[room].generation]
+        copy = next(c for c in worker.slices[self.index] if c.decode_rank == write.decode_rank)
+        head_bytes = worker.world.plan.layout.head_bytes
+        heads = Heads(copy.decode_rank, copy.target_offset // head_bytes, copy.length // head_bytes)
+        held = [worker.content[page] for page in write.source_pages]
+        pages = list(zip(write.source_pages, held, write.target_pages, strict=True))
+        instance.submit(InFlight(instance, writer, write.write_id, heads, pages))
+
+    def settled(self, writer: RoomWriter, write_id: int, outcome: Any) -> None:
+        if self.writers.get(writer.room) is writer:
+            self.carry_out(writer, writer.settled(write_id, outcome))
+
+    def lose_task(self, room: RoomId) -> None:
+        """The room's task fails with an unexpected exception."""
+        if self.writers.pop(room, None) is not None:
+            self.report(room, RankEnd(Outcome.UNSETTLED, Reason.TASK_FAILED, 0))
+
+
+class Forward:
+    """One batch of chunks."""
+
+    def __init__(self, rooms: list[SourceRoom], ranks: int) -> None:
+        self.rooms = rooms
+        self.finished = {
+            source.room: min(source.computed + CHUNK_PAGES, source.pages_total) for source in rooms
+        }
+        self.ranks_missing = set(range(ranks))
+        self.started: set[tuple[int, RoomId]] = set()
+        self.has_failed = False
