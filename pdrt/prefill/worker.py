@@ -210,6 +210,8 @@ class PrefillWorker:
             self.handover.post(chunk.room, ForwardStarted())
         try:
             result = await self.executor.step([self._row(chunk) for chunk in chunks])
+        except AssertionError:
+            raise  # our own bug: the worker ends
         except Exception as error:
             log.exception("prefill step failed")
             self._step_failed(chunks, repr(error))

@@ -30,6 +30,9 @@ NAME = "local"
 COPY_BYTES_MAX = 4 * 1024 * 1024
 """One memcpy; between two of them progress is noted and a closed instance stops."""
 
+ASLEEP_SECONDS = 1.0
+"""A watchdog this late was itself asleep, and so was the copying thread: it accuses nobody."""
+
 
 class LocalDescriptor(msgspec.Struct, frozen=True):
     """Where a receiver's pool is."""
@@ -173,7 +176,8 @@ class LocalSender:
         def look() -> None:
             if answer.is_given:
                 return
-            if self._pieces_copied != pieces_copied:
+            was_asleep = self._loop.time() - due > ASLEEP_SECONDS
+            if was_asleep or self._pieces_copied != pieces_copied:
                 self._watch(answer, instance, self._pieces_copied)
                 return
             instance.takes_writes = False
@@ -182,7 +186,8 @@ class LocalSender:
                 f"no progress for {self._write_seconds_max:.0f} s",
             )
 
-        answer.timer = self._loop.call_later(self._write_seconds_max, look)
+        due = self._loop.time() + self._write_seconds_max
+        answer.timer = self._loop.call_at(due, look)
 
     async def close_instance(self, decode: Incarnation, generation: int) -> None:
         """Wait for what is being copied, then unmap. A copy that hangs keeps this waiting: the
