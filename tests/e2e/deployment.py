@@ -254,6 +254,14 @@ class Deployment:
         wanted = self.processes[name].incarnation
         return next((w for w in self.workers() if w["worker"] == wanted), None)
 
+    def in_prefill(self) -> str | None:
+        """The incarnation of a prefill worker that is in the middle of a long prompt."""
+        for worker in self.workers("prefill"):
+            for room in (worker["status"] or {"rooms": []})["rooms"]:
+                if room["state"] == "open" and 0 < room["computed"] < 2000:
+                    return str(worker["worker"])
+        return None
+
     def is_complete(self) -> bool:
         """Exactly the workers that we run, each decode worker paired with each prefill worker."""
         mine = {p.incarnation for n, p in self.processes.items() if n[0] in "pd" and p.is_running}

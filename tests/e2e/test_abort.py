@@ -37,15 +37,6 @@ def changes(deployment: Deployment, before: dict[tuple[str, str], float]) -> dic
     }
 
 
-def computed(deployment: Deployment) -> int | None:
-    """Tokens of the one open room that prefill has computed."""
-    for worker in deployment.workers("prefill"):
-        for room in (worker["status"] or {"rooms": []})["rooms"]:
-            if room["state"] == "open" and room["computed"]:
-                return int(room["computed"])
-    return None
-
-
 async def test_a_client_that_leaves_in_mid_stream(
     tiny_up: Deployment, tiny_reference: Reference
 ) -> None:
@@ -72,7 +63,7 @@ async def test_a_client_that_leaves_during_prefill(
     prompt = words(tiny_reference, 3900)
     async with tiny_up.client() as client, asyncio.timeout(HANG_SECONDS):
         task = asyncio.create_task(complete(client, tiny_up.name, prompt, max_tokens=5))
-        await until(lambda: computed(tiny_up), "the first chunks")
+        await until(tiny_up.in_prefill, "the first chunks")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await until(lambda: not tiny_up.troubles(), "whole")

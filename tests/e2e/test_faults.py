@@ -18,16 +18,6 @@ from tests.e2e.streams import Streams, assert_serves, stream_without_end
 pytestmark = pytest.mark.e2e
 
 
-def in_prefill(cluster: Deployment) -> str | None:
-    """The prefill worker that is in the middle of a prompt."""
-    for name in ("prefill-0", "prefill-1"):
-        worker = cluster.worker(name)
-        for room in worker["status"]["rooms"] if worker and worker["status"] else ():
-            if room["state"] == "open" and 0 < room["computed"] < 2000:
-                return name
-    return None
-
-
 async def test_prefill_killed_in_the_middle_of_a_prompt(
     cluster: Cluster, tiny_reference: Reference
 ) -> None:
@@ -36,11 +26,29 @@ async def test_prefill_killed_in_the_middle_of_a_prompt(
     async with cluster.client() as client, asyncio.timeout(HANG_SECONDS):
         work = complete(client, cluster.name, prompt, max_tokens=10, ignore_eos=True)
         task = asyncio.create_task(work)
-        name = await until(lambda: in_prefill(cluster), "a room in prefill")
+        worker = await until(cluster.in_prefill, "a room in prefill")
+        names = ("prefill-0", "prefill-1")
+        (name,) = [n for n in names if cluster.processes[n].incarnation == worker]
         cluster.processes[name].kill()
         answer = await task
     tiny_reference.assert_greedy(prompt, answer.text, answer.completion_tokens, 10, ignore_eos=True)
     assert cluster.metric("pdrt_recomputed_prompt_tokens_total", role="decode") > before
+
+
+async def test_the_only_prefill_worker_killed_in_the_middle_of_a_prompt(
+    tiny_up: Deployment, tiny_reference: Reference
+) -> None:
+    """A client that comes back when it is told to has its answer after the restart."""
+    prompt = words(tiny_reference, 3500, seed=2)
+    async with tiny_up.client(max_retries=100) as client, asyncio.timeout(HANG_SECONDS):
+        work = complete(client, tiny_up.name, prompt, max_tokens=10, ignore_eos=True)
+        task = asyncio.create_task(work)
+        await until(tiny_up.in_prefill, "a room in prefill")
+        pid = tiny_up.pid_of("prefill")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        answer = await task
+    tiny_reference.assert_greedy(prompt, answer.text, answer.completion_tokens, 10, ignore_eos=True)
 
 
 async def test_decode_killed_in_mid_stream(cluster: Cluster, tiny_reference: Reference) -> None:
