@@ -8,6 +8,7 @@ from typing import Any
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.layout import slice_plan
 from pdrt.kv.pages import OwnerKind
+from pdrt.protocol.decode_peers import EngineState
 from pdrt.protocol.messages import Fingerprint
 from pdrt.protocol.room_writer import RoomWriter
 from tests.sim.core import Kind, Simulator, Violation
@@ -229,28 +230,39 @@ class World:
 
     def unfinished(self) -> str | None:
         """What has still to end, in words (I7)."""
-        for process in self.processes():
-            if any(rank.is_hung for rank in process.ranks):
-                return f"{process.name} lives on with a hung rank"
         for request in self.requests:
             if request.state is RequestState.WAITING:
                 return f"request {request.serial} has had no answer"
-        for decode in self.decodes.values():
-            if decode.scheduler.sequences or decode.scheduler.queue:
-                return f"{decode.name}: sequences are still running"
-            if decode.table.leases:
-                return f"{decode.name}: leases {list(map(str, decode.table.leases))}"
-            peers = decode.table.pairing.peers
-            for endpoint, slot in self.prefill_slots.items():
-                peer = peers.get(endpoint)
-                if slot.is_gone:
-                    if peer is not None and peer.is_connected:
-                        return f"{decode.name}: {endpoint} has gone and is not let go"
-                elif peer is None or not peer.is_usable():
-                    return f"{decode.name}: {endpoint} is not usable: {peer and peer.__dict__}"
+        for process in self.processes():
+            if any(rank.is_hung for rank in process.ranks):
+                return f"{process.name} lives on with a hung rank"
+        for slot in self.prefill_slots.values():
+            if not slot.is_gone and not slot.listeners:
+                return f"{slot.endpoint} is down"
         for prefill in self.prefills.values():
             if prefill.sources or prefill.table.rooms:
                 return f"{prefill.name}: rooms {list(map(str, prefill.sources))}"
+            for known in prefill.table.peers.known.values():
+                if any(e.state is not EngineState.OPEN for e in known.engines.values()):
+                    return f"{prefill.name}: engines {list(known.engines)} are not settled"
+        troubles = (self.unfinished_decode(decode) for decode in self.decodes.values())
+        return next(filter(None, troubles), None)
+
+    def unfinished_decode(self, decode: DecodeWorker) -> str | None:
+        if decode.scheduler.sequences or decode.scheduler.queue:
+            return f"{decode.name}: sequences are still running"
+        if decode.table.leases:
+            return f"{decode.name}: leases {list(map(str, decode.table.leases))}"
+        peers = decode.table.pairing.peers
+        for endpoint, slot in self.prefill_slots.items():
+            peer = peers.get(endpoint)
+            if peer is not None and peer.is_retiring:
+                return f"{decode.name}: a generation of {endpoint} is being torn down"
+            if slot.is_gone:
+                if peer is not None and peer.is_connected:
+                    return f"{decode.name}: {endpoint} has gone and is not let go"
+            elif peer is None or not peer.is_usable():
+                return f"{decode.name}: {endpoint} is not usable: {peer and peer.__dict__}"
         return None
 
     def check_quiet(self) -> None:
