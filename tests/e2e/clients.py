@@ -107,13 +107,14 @@ async def read(events: Any, text_of: Any) -> Answer:
 async def disconnect(
     client: openai.AsyncOpenAI, model: str, prompt: Any, dice: random.Random, max_tokens: int
 ) -> str:
-    """A client that goes away: before anything came, or in mid-stream. Says which it was."""
+    """A client that goes away: before anything came, or in mid-stream, after `max_tokens` at
+    most. Says which it was."""
     create: Any = client.completions.create
-    settings = greedy(max_tokens=max_tokens, ignore_eos=True)
+    settings = greedy(max_tokens=4 * max_tokens, ignore_eos=True)
     if dice.random() < 0.5:
         streamed = dice.random() < 0.5
         asked = create(model=model, prompt=prompt, stream=streamed, **settings)
-        patience = dice.choice((0.0, 0.001, 0.005, 0.02, 0.05, 0.2))
+        patience = dice.choice((0.0, 0.005, 0.02, 0.05, 0.1, 0.3))
         try:
             async with asyncio.timeout(patience):
                 answer = await asked
@@ -148,7 +149,7 @@ async def disconnect_many(
                 kind = await disconnect(client, deployment.name, prompt, own, max_tokens)
                 kinds[kind] = kinds.get(kind, 0) + 1
 
-        async with asyncio.timeout(HANG_SECONDS), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(3 * HANG_SECONDS), asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(one(random.Random(dice.random())))
     return kinds
