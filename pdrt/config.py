@@ -147,7 +147,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         "smollm2-135m-instruct"
     )
     served_model_name: Annotated[str | None, _doc("name clients use")] = None
-    body_bytes_max: Annotated[Count, _doc("largest HTTP body")] = 16 * 1024 * 1024
+    body_bytes_max: Annotated[Count, _doc("largest HTTP body")] = 4 * 1024 * 1024
     requests_max: Annotated[Count, _doc("requests in flight before 429")] = 4096
     workers_max: Annotated[Count, _doc("workers that may register")] = 4096
     attempts_max: Annotated[Count, _doc("decode workers one request may be sent to")] = 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable
 
 import msgspec
 from starlette.requests import Request
@@ -15,18 +14,12 @@ from starlette.types import Receive, Scope, Send
 from pdrt.config import GatewayConfig
 from pdrt.gateway.answer import Answer, Job
 from pdrt.gateway.effects import Submission
-from pdrt.gateway.errors import (
-    ApiError,
-    context_length_exceeded,
-    invalid,
-    overloaded,
-    unavailable,
-)
+from pdrt.gateway.errors import context_length_exceeded, invalid, overloaded, unavailable
 from pdrt.gateway.http import read_body
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.responses import Bodies, ChatFormat, CompletionFormat, Format
 from pdrt.gateway.schema import Generation, parse_chat, parse_completion
-from pdrt.gateway.served_model import ServedModel
+from pdrt.gateway.served_model import Parse, ServedModel
 from pdrt.gateway.text import TextAssembler
 
 
@@ -58,18 +51,13 @@ class Completions:
     async def completion(self, request: Request) -> Response:
         return await self._serve(request, parse_completion, CompletionFormat())
 
-    async def _serve(
-        self, request: Request, parse: Callable[[bytes], Generation], format: Format
-    ) -> Response:
+    async def _serve(self, request: Request, parse: Parse, format: Format) -> Response:
         deadline = self._hub.clock() + self._seconds_max(request)
         self._check_room()
         self._preparing += 1
         try:
-            generation = parse(await read_body(request, self._config.body_bytes_max))
-            if generation.model != self._model.name:
-                message = f"The model '{generation.model[:200]}' does not exist"
-                raise ApiError(404, message, param="model", code="model_not_found")
-            token_ids = await self._model.tokenize(generation.prompt)
+            body = await read_body(request, self._config.body_bytes_max)
+            generation, token_ids = await self._model.prepare(body, parse)
             submission = self._submission(generation, token_ids, deadline)
         finally:
             self._preparing -= 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pdrt.config import GatewayConfig
 from pdrt.errors import RequestRefused
-from pdrt.gateway.errors import context_length_exceeded, invalid
-from pdrt.gateway.schema import ChatMessages, Prompt
+from pdrt.gateway.errors import ApiError, context_length_exceeded, invalid
+from pdrt.gateway.schema import ChatMessages, Generation, Prompt
 from pdrt.model.detokenizer import Detokenizer
 from pdrt.model.fetch import resolve_model
 from pdrt.model.identity import ModelIdentity, read_identity
@@ -18,8 +18,16 @@ from pdrt.model.tokenizer import Tokenizer
 
 log = logging.getLogger("pdrt.gateway")
 
-INLINE_CHARACTERS_MAX = 4096
-"""Longer prompts (a millisecond and more) are tokenized in a thread, beside the loop."""
+Parse = Callable[[bytes, int], Generation]
+"""Of a body, given how many tokens the context holds."""
+
+INLINE_BYTES_MAX = 4096
+"""Larger bodies (milliseconds and more, even of empty messages) are parsed and tokenized in a
+thread, beside the loop."""
+THREADS = 2
+"""A big prompt does not hold up all others. More would only compete with the loop."""
+CHARACTERS_PER_MESSAGE = 16
+"""What the chat template adds to each, or more: an empty message is work too."""
 CHARACTERS_PER_TOKEN_MAX = 256
 """No vocabulary known to us has longer tokens, but for rulers and blanks. A text that is longer
 than the context even so is refused unread: tokenizing it would keep the thread for minutes."""
@@ -33,38 +41,48 @@ class ServedModel:
         self.identity = identity
         self.name = name
         self._tokenizer = tokenizer
-        # One thread: big prompts wait for each other, not for the loop.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prepare")
 
-    async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt, special tokens and chat template included.
+    async def prepare(self, body: bytes, parse: Parse) -> tuple[Generation, tuple[int, ...]]:
+        """What a body asks for, and the token ids of its prompt, special tokens and chat template
+        included. Holds the loop for some milliseconds at most, however large the body.
 
         Raises:
-            ApiError: the chat template refuses the messages, a token id is none, the text is
-                far too long, or there are no tokens at all.
+            ApiError: the body is none, another model is meant, the chat template refuses the
+                messages, a token id is none, the prompt is far too long, or has no tokens at all.
         """
+        if len(body) <= INLINE_BYTES_MAX:
+            return self._prepare(body, parse)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._prepare, body, parse)
+
+    def _prepare(self, body: bytes, parse: Parse) -> tuple[Generation, tuple[int, ...]]:
+        generation = parse(body, self.identity.max_model_len)
+        if generation.model != self.name:
+            message = f"The model '{generation.model[:200]}' does not exist"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return generation, self._tokenize(generation.prompt)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         param = "messages" if isinstance(prompt, ChatMessages) else "prompt"
         if isinstance(prompt, tuple):
             token_ids = prompt
             vocab_size = self.identity.vocab_size
-            if not all(0 <= token < vocab_size for token in prompt):
+            if prompt and not (min(prompt) >= 0 and max(prompt) < vocab_size):
                 raise invalid(f"Token ids must be from 0 to {vocab_size - 1}", param)
         else:
-            token_ids = await self._tokenize_text(prompt, param)
+            token_ids = self._tokenize_text(prompt, param)
         if not token_ids:
             raise invalid("The prompt must hold at least one token", param)
         return token_ids
 
-    async def _tokenize_text(self, prompt: ChatMessages | str, param: str) -> tuple[int, ...]:
+    def _tokenize_text(self, prompt: ChatMessages | str, param: str) -> tuple[int, ...]:
         size = _characters(prompt)
         tokens_max = self.identity.max_model_len
         if size > tokens_max * CHARACTERS_PER_TOKEN_MAX:
             raise context_length_exceeded(f"{size} characters", tokens_max, param)
         try:
-            if size <= INLINE_CHARACTERS_MAX:
-                return self._encode(prompt)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self._encode, prompt)
+            return self._encode(prompt)
         except RequestRefused as error:
             raise invalid(str(error), error.param or param) from None
 
@@ -78,14 +96,17 @@ class ServedModel:
         return self._tokenizer.detokenizer(prompt_ids)
 
     def close(self) -> None:
-        """End the thread; a prompt that is being tokenized is the last."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads; a prompt that is being tokenized is the last."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _characters(prompt: ChatMessages | str) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(message["content"]) for message in prompt.messages)
+    return sum(
+        CHARACTERS_PER_MESSAGE + len(message["content"]) + len(message.get("name", ""))
+        for message in prompt.messages
+    )
 
 
 def load_served_model(config: GatewayConfig) -> tuple[ServedModel, tuple[str, ...]]:
