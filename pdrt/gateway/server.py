@@ -34,10 +34,13 @@ KEEP_ALIVE_SECONDS = 75
 request meets a closing one."""
 LAST_WORDS_SECONDS = 2.0
 """For cancels to be answered and last events to be read, at the end of a shutdown."""
+EXIT_STOPPED = 0
+EXIT_BROKEN = 1
+"""A broken invariant or an unexpected exception; a successor starts empty."""
 
 
 def run(config: GatewayConfig, announce: Announce) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status.
+    """Serve until SIGTERM or SIGINT, or until something breaks; returns the exit status.
 
     `announce` is called once, with the addresses, when clients and workers can connect.
 
@@ -92,6 +95,8 @@ async def serve(
     config: GatewayConfig, model: ServedModel, digests: tuple[str, ...], announce: Announce
 ) -> int:
     """Everything that `run` does on the loop."""
+    broken = _watch_callbacks()
+    code = EXIT_BROKEN
     incarnation = new_incarnation()
     listener = bind_http(config.host, config.port)
     try:
@@ -112,7 +117,8 @@ async def serve(
     try:
         async with asyncio.TaskGroup() as group:
             http = group.create_task(server.serve(sockets=[listener]))
-            ticking = group.create_task(_tick(hub, channel))
+            # They end with an exception, or by us.
+            endless = [group.create_task(_tick(hub, channel)), group.create_task(_raise(broken))]
             await server.accepting.wait()
             announce(
                 {
@@ -126,12 +132,41 @@ async def serve(
             await _finish(hub, config.shutdown_timeout, stop)
             server.should_exit = True
             await http
-            ticking.cancel()
+            for task in endless:
+                task.cancel()
+        code = EXIT_STOPPED
+    except* Exception as errors:
+        for error in errors.exceptions:
+            log.error("gateway broke", exc_info=error)
     finally:
         stop.close()
         channel.close()
+        listener.close()
         model.close()
-    return 0
+    return code
+
+
+def _watch_callbacks() -> asyncio.Future[None]:
+    """Fails with the first exception of a callback, which nothing above it could handle: the rest
+    of what it had to do is lost, so that requests would wait for ever."""
+    loop = asyncio.get_running_loop()
+    broken: asyncio.Future[None] = loop.create_future()
+
+    def on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        # What goes wrong on one client's connection ends that connection and nothing else.
+        is_ours = not isinstance(error, OSError) and "transport" not in context
+        if not isinstance(error, Exception) or not is_ours:
+            loop.default_exception_handler(context)
+        elif not broken.done():
+            broken.set_exception(error)
+
+    loop.set_exception_handler(on_exception)
+    return broken
+
+
+async def _raise(broken: asyncio.Future[None]) -> None:
+    await broken
 
 
 async def _tick(hub: Hub, channel: RouterChannel) -> None:
