@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pdrt.gateway.exposition import merge
@@ -81,6 +83,7 @@ async def test_status(deployment: Deployment) -> None:
         by_role = {worker["role"]: worker for worker in status["workers"]}
         if by_role["prefill"]["state"] == "lost":
             break
+        await asyncio.sleep(0.01)
     assert by_role["prefill"]["state"] == "lost"
     assert by_role["decode"]["status"] is None
 
