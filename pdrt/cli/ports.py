@@ -15,7 +15,7 @@ def check_port(flag: str, host: str, port: int) -> None:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, socket.AF_INET, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             # As servers do it: a port in TIME_WAIT is free, one that is listened on is not.

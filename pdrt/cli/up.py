@@ -175,7 +175,7 @@ def _print_banner(config: UpConfig, roles: Roles, age_seconds: float) -> None:
 
 def reachable(url: str) -> str:
     """The URL with an address that can be dialled instead of "any"."""
-    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    return url.replace("//0.0.0.0:", "//127.0.0.1:")
 
 
 def _resolve_model(name: str) -> Path:

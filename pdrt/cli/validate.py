@@ -18,14 +18,18 @@ from pdrt.config import (
 from pdrt.errors import ConfigError
 from pdrt.model.resources import parse_id_list
 
+_HOST = r"[^:\[\]/\s]+"
+
 
 def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool) -> None:
     """Raises `ConfigError`, naming the flag. `has_cuda`: an NVIDIA GPU is on this machine."""
     for option in options_of(type(config)).values():
         convert(option, Given(value_of(config, option), option.flag, False))
     _check_protocol(config.protocol)
+    _check_host("--host", config.host)
     match config:
         case GatewayConfig():
+            _check_host("--worker-host", config.worker_host)
             return
         case WorkerConfig():
             for address in config.gateway:
@@ -88,9 +92,18 @@ def _check_lengths(model: ModelConfig, scheduler: SchedulerConfig) -> None:
         )
 
 
+def _check_host(flag: str, host: str) -> None:
+    if ":" in host:
+        raise ConfigError(f"{flag} {host!r}: IPv6 is not supported; use an IPv4 address or a name")
+    if re.fullmatch(_HOST, host) is None:
+        raise ConfigError(f"{flag} {host!r} is not an address to bind to")
+
+
 def parse_address(flag: str, text: str) -> tuple[str, int]:
-    """`HOST:PORT`, the host in brackets if it is IPv6."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s]+):(\d{1,5})", text)
+    """`HOST:PORT`, the host an IPv4 address or a name."""
+    if text.count(":") > 1:
+        raise ConfigError(f"{flag} {text!r}: IPv6 is not supported; use an IPv4 address or a name")
+    match = re.fullmatch(rf"({_HOST}):([0-9]{{1,5}})", text)
     if match is None or not 1 <= int(match[2]) <= 65535:
         raise ConfigError(f"{flag} {text!r} is not HOST:PORT")
-    return match[1].strip("[]"), int(match[2])
+    return match[1], int(match[2])

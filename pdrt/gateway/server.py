@@ -124,7 +124,7 @@ async def serve(
                 {
                     "role": "gateway",
                     "http": _url(listener),
-                    "workers": _address(channel.host, channel.port),
+                    "workers": f"{channel.host}:{channel.port}",
                     "incarnation": short(incarnation),
                 }
             )
@@ -216,7 +216,7 @@ def bind_http(host: str, port: int) -> socket.socket:
     listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, socket.AF_INET, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -234,8 +234,4 @@ def bind_http(host: str, port: int) -> socket.socket:
 
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{_address(host, port)}"
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"http://{host}:{port}"

@@ -52,7 +52,7 @@ class WorkerHttp:
             Route("/ready", ready),
             Route("/status", show_status),
         ]
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket = socket.socket(socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))

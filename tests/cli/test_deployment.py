@@ -100,5 +100,4 @@ def test_gpus_are_counted_through_the_mask(mask: str, gpus: tuple[int, ...]) -> 
 
 def test_an_address_of_any_interface_is_shown_as_one_that_can_be_dialled() -> None:
     assert reachable("http://0.0.0.0:80") == "http://127.0.0.1:80"
-    assert reachable("http://[::]:80") == "http://[::1]:80"
     assert reachable("http://10.0.0.1:80") == "http://10.0.0.1:80"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from pdrt.cli.flags import parse_request
+from pdrt.cli.ports import check_port
 from pdrt.cli.validate import parse_address, validate
 from pdrt.config import GatewayConfig, ModelConfig, UpConfig, WorkerConfig
 from pdrt.errors import ConfigError
+from pdrt.gateway.server import bind_http
 
 
 def refuse(*arguments: str, has_cuda: bool = False) -> str:
@@ -60,7 +64,37 @@ def test_fields_that_contradict_each_other() -> None:
 
 def test_addresses() -> None:
     assert parse_address("--gateway", "host.example:1") == ("host.example", 1)
-    assert parse_address("--gateway", "[::1]:8001") == ("::1", 8001)
-    for text in ("", "host", "host:", ":1", "::1:8001", "host:0", "host:65536", "host:1x"):
+    for text in (
+        "",
+        "host",
+        "host:",
+        ":1",
+        "[x]:1",
+        "tcp//h:1",
+        "host:0",
+        "host:٣",
+        "host:65536",
+        "host:1x",
+    ):
         with pytest.raises(ConfigError, match="is not HOST:PORT"):
             parse_address("--gateway", text)
+
+
+def test_ipv6_is_refused_in_words() -> None:
+    refusal = "IPv6 is not supported; use an IPv4 address or a name"
+    for text in ("[::1]:8001", "::1:8001"):
+        assert refuse("--gateway", text) == f"--gateway {text!r}: {refusal}"
+    assert refuse("--host", "::") == f"--host '::': {refusal}"
+    for config, flag in (
+        (GatewayConfig(host="::1"), "--host"),
+        (GatewayConfig(worker_host="::1"), "--worker-host"),
+        (UpConfig(host="::1"), "--host"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{flag} '::1': {refusal}"):
+            validate(config, has_cuda=False)
+
+
+def test_a_name_of_this_host_is_bound_by_its_ipv4_address() -> None:
+    with bind_http("localhost", 0) as listener:
+        assert listener.family is socket.AF_INET
+    check_port("--port", "localhost", 0)
