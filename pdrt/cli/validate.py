@@ -59,6 +59,14 @@ def _check_protocol(protocol: ProtocolConfig) -> None:
             f"--revoke-resend-seconds-max {protocol.revoke_resend_seconds_max} must not be "
             f"shorter than --revoke-resend-seconds {protocol.revoke_resend_seconds}"
         )
+    # Sooner, a fence would begin while the writer may still settle by itself.
+    settled = protocol.write_seconds_max + protocol.retire_seconds_max
+    if protocol.fence_after_seconds <= settled:
+        raise ConfigError(
+            f"--fence-after-seconds {protocol.fence_after_seconds} must be longer than "
+            f"--write-seconds-max {protocol.write_seconds_max} and "
+            f"--retire-seconds-max {protocol.retire_seconds_max} together"
+        )
 
 
 def _check_device(device: DeviceConfig, has_cuda: bool) -> None:

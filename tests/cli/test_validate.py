@@ -56,10 +56,16 @@ def test_up_deals_out_several_devices() -> None:
 def test_fields_that_contradict_each_other() -> None:
     assert "--silence-seconds" in refuse("--silence-seconds", "1")
     assert "--revoke-resend-seconds-max" in refuse("--revoke-resend-seconds", "3")
+    assert refuse("--fence-after-seconds", "40") == (
+        "--fence-after-seconds 40.0 must be longer than "
+        "--write-seconds-max 30.0 and --retire-seconds-max 10.0 together"
+    )
+    assert "--fence-after-seconds 45.0" in refuse("--retire-seconds-max", "15")
     assert "--max-num-batched-tokens" in refuse("--max-num-batched-tokens", "8")
     assert "--max-model-len" in refuse("--max-model-len", "1")
     assert "--model" in refuse("--model", "")
     assert "--gateway 'nowhere'" in refuse("--gateway", "nowhere")
+    assert "--gateway 'host:99999'" in refuse("--gateway", "host:99999")
 
 
 def test_addresses() -> None:
