@@ -118,27 +118,31 @@ async def test_while_others_abort(real: Deployment, real_reference: Reference) -
     await compare_many(real, real_reference, count=8, aborting=6, seed=2)
 
 
+@pytest.fixture(scope="module")
+def default_chunks(
+    tmp_path_factory: pytest.TempPathFactory, real_model: Path
+) -> Iterator[Deployment]:
+    """The real model where a prompt is one chunk."""
+    with Deployment(tmp_path_factory.mktemp("default"), str(real_model)) as deployment:
+        deployment.up(*REAL_FLAGS[:6])
+        deployment.wait_ready()
+        yield deployment
+        deployment.wait_whole()
+
+
 @pytest.mark.slow
-class TestDefaultChunks:
-    """The same where a prompt is one chunk, and with long answers."""
+async def test_plain_prompts_in_one_chunk(
+    default_chunks: Deployment, real_reference: Reference
+) -> None:
+    async with default_chunks.client() as client:
+        for length in (*LENGTHS, 511, 512, 513):
+            prompt = prompt_of(real_reference, length)
+            answer = await complete(client, default_chunks.name, prompt, max_tokens=100)
+            real_reference.assert_greedy(prompt, answer.text, answer.completion_tokens, 100)
 
-    @pytest.fixture(scope="class")
-    def deployment(
-        self, tmp_path_factory: pytest.TempPathFactory, real_model: Path
-    ) -> Iterator[Deployment]:
-        folder = tmp_path_factory.mktemp("default")
-        with Deployment(folder, str(real_model)) as deployment:
-            deployment.up(*REAL_FLAGS[:6])
-            deployment.wait_ready()
-            yield deployment
-            deployment.wait_whole()
 
-    async def test_plain_prompts(self, deployment: Deployment, real_reference: Reference) -> None:
-        async with deployment.client() as client:
-            for length in (*LENGTHS, 511, 512, 513):
-                prompt = prompt_of(real_reference, length)
-                answer = await complete(client, deployment.name, prompt, max_tokens=100)
-                real_reference.assert_greedy(prompt, answer.text, answer.completion_tokens, 100)
-
-    async def test_many_at_once(self, deployment: Deployment, real_reference: Reference) -> None:
-        await compare_many(deployment, real_reference, count=48, aborting=8, seed=3)
+@pytest.mark.slow
+async def test_many_at_once_in_one_chunk(
+    default_chunks: Deployment, real_reference: Reference
+) -> None:
+    await compare_many(default_chunks, real_reference, count=48, aborting=8, seed=3)
