@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 
 from pdrt.cli.supervisor import Effect, Finish, Phase, Say, Send, Start, Supervisor
+from pdrt.cli.terminal import Terminal
 
 LINE_BYTES_MAX = 64 * 1024  # a longer line of a child is passed on in pieces
 PIPE_SECONDS_MAX = 2.0  # how long a dead child's output is read on, should somebody hold the pipe
@@ -82,8 +82,10 @@ class Children:
         supervisor: Supervisor,
         launch: Callable[[str, int], Launch],
         announced: Callable[[str, dict[str, Any]], None],
+        terminal: Terminal,
     ) -> None:
         self._supervisor = supervisor
+        self._terminal = terminal
         self._launch = launch
         self._announced = announced
         self._processes: dict[str, asyncio.subprocess.Process] = {}
@@ -131,7 +133,7 @@ class Children:
                 return self._supervisor.exited(child, code, now)
             case StopAsked():
                 if self._supervisor.phase is Phase.SERVING:
-                    say("stopping; again to kill at once")
+                    self._terminal.say("stopping; again to kill at once")
                 return self._supervisor.stop(now)
             case GaveUp(text, code):
                 return self._supervisor.give_up(text, code, now)
@@ -144,7 +146,7 @@ class Children:
                 case Send(child, number):
                     _signal_group(self._processes[child].pid, number)
                 case Say(text):
-                    say(text)
+                    self._terminal.say(text)
                 case Finish(code):
                     self._code = code
 
@@ -167,7 +169,7 @@ class Children:
                 process_group=0,
             )
         except OSError as error:  # out of memory or processes: a death like another, tried again
-            say(f"{child}: {error}")
+            self._terminal.say(f"{child}: {error}")
             os.close(announce_read)
             os.close(output_read)
             await self.inbox.put(Exited(child, os.EX_OSERR))
@@ -212,9 +214,10 @@ class Children:
 
     def _print(self, child: str, line: bytes) -> None:
         prefix = f"{child:<9} |"
-        if sys.stderr.isatty():
+        if self._terminal.has_colours:
             prefix = f"\033[{self._colours[child]}m{prefix}\033[0m"
-        print(prefix, line.decode(errors="replace").rstrip("\r"), file=sys.stderr, flush=True)
+        text = line.decode(errors="replace").rstrip("\r")
+        self._terminal.log(f"{prefix} {text}")
 
 
 async def _first_line(fd: int) -> bytes:
@@ -239,7 +242,3 @@ async def _reading(fd: int) -> AsyncIterator[asyncio.StreamReader]:
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # just ended; its `Exited` is on the way
         os.killpg(pid, number)
-
-
-def say(text: str) -> None:
-    print(f"pdrt up   | {text}", file=sys.stderr, flush=True)

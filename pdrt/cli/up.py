@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from pdrt.cli.children import Children, GaveUp, Launch, say
+from pdrt.cli.children import Children, GaveUp, Launch
 from pdrt.cli.cores import share_cores, usable_cpus
 from pdrt.cli.deployment import (
     GATEWAY,
@@ -31,6 +31,7 @@ from pdrt.cli.load import dump_toml
 from pdrt.cli.ports import check_port
 from pdrt.cli.roles import has_cuda
 from pdrt.cli.supervisor import Supervisor
+from pdrt.cli.terminal import Terminal
 from pdrt.cli.validate import parse_address, validate
 from pdrt.config import UpConfig
 from pdrt.errors import ConfigError
@@ -50,14 +51,24 @@ def up(arguments: Sequence[str]) -> int:
         return 0
     check_port("--port", config.host, config.port)
     check_port("--worker-port", LOOPBACK, config.worker_port)
+    terminal = Terminal()
+    try:
+        return asyncio.run(_serve(config, _deploy(config, terminal), terminal))
+    finally:
+        terminal.close()
+
+
+def _deploy(config: UpConfig, terminal: Terminal) -> Deployment:
+    """Who gets what of this machine."""
     shares = share_cores(_cpus(config), cpu_quota(), config.prefill_workers + config.decode_workers)
-    deployment = deployment_of(config, _resolve_model(config.model.model), shares, _gpus(config))
+    model = _resolve_model(config.model.model, terminal)
+    deployment = deployment_of(config, model, shares, _gpus(config))
     for name, worker in deployment.workers.items():
         validate(worker, has_cuda=has_cuda())
         gpu = "" if worker.device.gpus is None else f", GPU {worker.device.gpus}"
         cores = "any core" if worker.device.cpus is None else f"cores {worker.device.cpus}"
-        say(f"{name}: {cores}, threads {worker.device.threads}{gpu}")
-    return asyncio.run(_serve(config, deployment))
+        terminal.say(f"{name}: {cores}, threads {worker.device.threads}{gpu}")
+    return deployment
 
 
 def _cpus(config: UpConfig) -> tuple[int, ...]:
@@ -108,19 +119,21 @@ class Roles:
         self._gateway = replace(self._gateway, port=http_port, worker_port=worker_port)
 
 
-async def _serve(config: UpConfig, deployment: Deployment) -> int:
+async def _serve(config: UpConfig, deployment: Deployment, terminal: Terminal) -> int:
     roles = Roles(deployment)
     supervisor = Supervisor(deployment.names, config.shutdown_timeout + STOP_GRACE_SECONDS)
-    children = Children(supervisor, roles.launch, roles.announced)
+    children = Children(supervisor, roles.launch, roles.announced, terminal)
     async with asyncio.TaskGroup() as tasks:
-        watch = tasks.create_task(_watch_ready(config, roles, children))
+        watch = tasks.create_task(_watch_ready(config, roles, children, terminal))
         code = await children.run()
         watch.cancel()
-    say("stopped")
+    terminal.say("stopped")
     return code
 
 
-async def _watch_ready(config: UpConfig, roles: Roles, children: Children) -> None:
+async def _watch_ready(
+    config: UpConfig, roles: Roles, children: Children, terminal: Terminal
+) -> None:
     """Says how to use it once a full pair can serve, or gives up after `ready_timeout`."""
     started = time.monotonic()
     said: list[str] = []
@@ -128,11 +141,11 @@ async def _watch_ready(config: UpConfig, roles: Roles, children: Children) -> No
     while (age := time.monotonic() - started) < config.ready_timeout:
         reasons = await _reasons_not_ready(roles.url, config.api_key)
         if not reasons:
-            _print_banner(config, roles, age)
+            terminal.show(_banner(config, roles, age))
             return
         if age >= REASONS_AFTER_SECONDS and reasons != said:
             said = reasons
-            say(f"not ready after {age:.0f} s: {'; '.join(reasons)}")
+            terminal.say(f"not ready after {age:.0f} s: {'; '.join(reasons)}")
         await asyncio.sleep(POLL_SECONDS)
     text = f"not ready after {config.ready_timeout:g} s: {'; '.join(reasons)}"
     await children.inbox.put(GaveUp(text, 1))
@@ -151,7 +164,7 @@ async def _reasons_not_ready(url: str | None, api_key: str | None) -> list[str]:
     return [str(reason) for reason in reasons or [f"/ready answers {answer.status}"]]
 
 
-def _print_banner(config: UpConfig, roles: Roles, age_seconds: float) -> None:
+def _banner(config: UpConfig, roles: Roles, age_seconds: float) -> str:
     url = reachable(roles.url or "")
     name = served_name(config.model)
     body = msgspec.json.encode(
@@ -163,13 +176,12 @@ def _print_banner(config: UpConfig, roles: Roles, age_seconds: float) -> None:
     ).decode()
     key = "" if config.api_key is None else '  -H "Authorization: Bearer $PDRT_API_KEY" \\\n'
     other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    print(
+    return (
         f"\n{name} is ready at {url} after {age_seconds:.1f} s. Try it:\n\n"
         f"curl -N {url}/v1/chat/completions \\\n"
         f"{key}  -H 'Content-Type: application/json' \\\n"
         f"  -d {shlex.quote(body)}\n\n"
-        f"pdrt status{other} shows workers, rooms and pages. Ctrl-C stops all.\n",
-        flush=True,
+        f"pdrt status{other} shows workers, rooms and pages. Ctrl-C stops all.\n"
     )
 
 
@@ -178,8 +190,8 @@ def reachable(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:")
 
 
-def _resolve_model(name: str) -> Path:
+def _resolve_model(name: str, terminal: Terminal) -> Path:
     """Once, before the roles start, so that they do not fetch it side by side."""
     from pdrt.model.fetch import resolve_model
 
-    return resolve_model(name, say)
+    return resolve_model(name, terminal.say)

@@ -15,6 +15,7 @@ import pytest
 
 from pdrt.cli.children import Children, GaveUp, Launch, StopAsked
 from pdrt.cli.supervisor import Supervisor
+from pdrt.cli.terminal import LINES_MAX, Terminal
 
 pytestmark = pytest.mark.e2e
 HANG_SECONDS = 60.0  # a bound against hanging, no expectation of speed
@@ -32,12 +33,16 @@ class Stage:
         scripts: dict[str, str],
         stop_seconds_max: float = 30.0,
         announce: str = ANNOUNCE,
+        stderr: int = 2,
     ) -> None:
         self.scripts = scripts
         self.announce = announce
         self.lives: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
         supervisor = Supervisor(tuple(scripts), stop_seconds_max)
-        self.children = Children(supervisor, self.launch, lambda *fact: self.lives.put_nowait(fact))
+        self.terminal = Terminal(stderr=stderr)
+        self.children = Children(
+            supervisor, self.launch, lambda *fact: self.lives.put_nowait(fact), self.terminal
+        )
 
     def launch(self, name: str, announce_fd: int) -> Launch:
         code = (
@@ -64,6 +69,7 @@ async def running(stage: Stage) -> AsyncIterator[asyncio.Task[int]]:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            await asyncio.to_thread(stage.terminal.close)
 
 
 def exists(pid: int) -> bool:
@@ -106,6 +112,33 @@ async def test_output_is_passed_on_with_the_role_in_front(
     assert "gateway   | one" in lines and "gateway   | two" in lines
     assert "gateway   | cut" in lines
     assert sum(line.count("x") for line in lines if line.startswith("gateway   | x")) >= 200_000
+
+
+async def test_a_terminal_that_takes_nothing_holds_nobody_up() -> None:
+    """As after Ctrl-S. The child announces itself again only once all its output was taken."""
+    lines = 4 * LINES_MAX
+    read, write = os.pipe()
+    stage = Stage({"gateway": f"print(('x' * 100 + '\\n') * {lines})"}, stderr=write)
+    async with running(stage) as task:
+        await stage.next_life()
+        await stage.next_life()
+        stage.stop()
+        assert await task == 0
+        reading = asyncio.create_task(asyncio.to_thread(_read_until, read, b"not being read"))
+        while not reading.done():
+            stage.terminal.say("another line")
+            await asyncio.sleep(0.01)
+        text = await reading
+        assert b"lines dropped" in text and text.count(b"x" * 100) < lines
+    os.close(read)
+    os.close(write)
+
+
+def _read_until(fd: int, end: bytes) -> bytes:
+    text = b""
+    while end not in text:
+        text += os.read(fd, 65536)
+    return text
 
 
 async def test_a_child_deaf_to_sigterm_is_killed_in_the_end() -> None:
