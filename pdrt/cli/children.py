@@ -89,6 +89,7 @@ class Children:
         self._launch = launch
         self._announced = announced
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        """Each child's latest that could be started."""
         self._colours: dict[str, int] = {}
         self._code: int | None = None
         # Unbounded: a child puts two events a life, and lives are a second apart.
@@ -144,11 +145,18 @@ class Children:
                 case Start(child):
                     await self._start(child, tasks)
                 case Send(child, number):
-                    _signal_group(self._processes[child].pid, number)
+                    self._send(child, number)
                 case Say(text):
                     self._terminal.say(text)
                 case Finish(code):
                     self._code = code
+
+    def _send(self, child: str, number: signal.Signals) -> None:
+        """A child that could not be started, or has just ended, has no process: its `Exited` is
+        on the way, and what `_processes` holds may be an earlier life's, whose pid is another's."""
+        process = self._processes.get(child)
+        if process is not None and process.returncode is None:
+            _signal_group(process.pid, number)
 
     async def _start(self, child: str, tasks: asyncio.TaskGroup) -> None:
         """The kernel ends a child with the thread that made it: we are on the main thread, which

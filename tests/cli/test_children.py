@@ -198,3 +198,36 @@ async def test_a_child_that_ends_before_it_announces_is_given_up(
     text = capfd.readouterr().err
     assert "gateway   | broken" in text
     assert "gateway ended (exit code 1) in each of 3 starts; stopping all" in text
+
+
+class CannotStart(Stage):
+    """From the life number `first_failure` on, no process can be made, and we are told to stop
+    just before we notice."""
+
+    def __init__(self, first_failure: int) -> None:
+        super().__init__({"gateway": ""})
+        self.lives_left = first_failure
+
+    def launch(self, name: str, announce_fd: int) -> Launch:
+        launch = super().launch(name, announce_fd)
+        self.lives_left -= 1
+        if self.lives_left > 0:
+            return launch
+        self.stop()
+        return Launch(["/no/such/program"], os.environ, ())
+
+
+@pytest.mark.parametrize("first_failure", [1, 2])
+async def test_told_to_stop_when_a_process_could_not_be_made(
+    first_failure: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signalled: list[int] = []
+
+    def note(group: int, number: int) -> None:
+        if number != signal.SIGKILL:  # which each life's group gets after its end
+            signalled.append(group)
+
+    monkeypatch.setattr(os, "killpg", note)
+    async with running(CannotStart(first_failure)) as task:
+        assert await task == 0
+    assert signalled == [], "an earlier life's pid may be another process's by now"
