@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import uvicorn
 import uvloop
 
 from pdrt.config import GatewayConfig
@@ -19,6 +17,7 @@ from pdrt.gateway.app import build_app
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.served_model import ServedModel, load_served_model
 from pdrt.ids import new_incarnation, short
+from pdrt.observe.http_server import HttpServer
 from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.transfer.channel import RouterChannel
 
@@ -51,22 +50,6 @@ def run(config: GatewayConfig, announce: Announce) -> int:
     model, digests = load_served_model(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config, model, digests, announce))
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn inside our loop; signals are ours."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.accepting = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.accepting.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -112,7 +95,11 @@ async def serve(
         listener.close()
         raise
     hub = Hub(config, digests, incarnation, channel.send)
-    server = _HttpServer(_uvicorn_config(hub, model, config))
+    server = HttpServer(
+        build_app(hub, model, config),
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
+    )
     stop = _Stop()
     try:
         async with asyncio.TaskGroup() as group:
@@ -191,20 +178,6 @@ async def _wait(is_over: Callable[[], bool], seconds_max: float) -> None:
         if is_over():
             return
         await asyncio.sleep(TICK_SECONDS)
-
-
-def _uvicorn_config(hub: Hub, model: ServedModel, config: GatewayConfig) -> uvicorn.Config:
-    return uvicorn.Config(
-        build_app(hub, model, config),
-        lifespan="off",
-        ws="none",
-        access_log=False,
-        log_config=None,
-        log_level="warning",
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
-    )
 
 
 def bind_http(host: str, port: int) -> socket.socket:

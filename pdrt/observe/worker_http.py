@@ -6,13 +6,13 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pdrt.errors import ConfigError
+from pdrt.observe.http_server import HttpServer
 
 
 class WorkerHttp:
@@ -62,11 +62,7 @@ class WorkerHttp:
                 f"cannot bind to {host}:{port} ({error.strerror}); choose another --metrics-port"
             ) from error
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self._server = _Server(
-            uvicorn.Config(
-                Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off"
-            )
-        )
+        self._server = HttpServer(Starlette(routes=routes))
 
     async def run(self) -> None:
         """Serve until cancelled or closed."""
@@ -77,16 +73,3 @@ class WorkerHttp:
             raise
         finally:
             self._socket.close()
-
-
-class _Server(uvicorn.Server):
-    """Signals are the worker's business."""
-
-    def install_signal_handlers(self) -> None:
-        """None."""
-
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        """None."""
-        from contextlib import nullcontext
-
-        return nullcontext()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
 from collections.abc import AsyncIterator
 
 import httpx2
@@ -71,3 +73,10 @@ async def test_cancelling_frees_the_port() -> None:
     port = int(served.http.url.rpartition(":")[2])
     again = WorkerHttp("127.0.0.1", port, lambda: b"", lambda: [], lambda: b"")
     again._socket.close()
+
+
+async def test_it_leaves_signals_and_logs_to_the_worker(served: Served) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    assert (await served.get("/health")).status_code == 200
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert not logging.getLogger("uvicorn").handlers, "the worker's own handler formats its lines"
