@@ -32,7 +32,8 @@ def share_cores(cpus: tuple[int, ...], quota: float | None, workers: int) -> lis
     return [Share(part, len(part)) for part in parts]
 
 
-def usable_cpus() -> tuple[int, ...]:
+def allowed_cpus() -> tuple[int, ...]:
+    """Cores that the kernel lets this process run on."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pdrt.cli.children import Children, GaveUp, Launch
-from pdrt.cli.cores import share_cores, usable_cpus
+from pdrt.cli.cores import allowed_cpus, share_cores
 from pdrt.cli.deployment import (
     GATEWAY,
     LOOPBACK,
@@ -73,9 +73,9 @@ def _deploy(config: UpConfig, terminal: Terminal) -> Deployment:
 
 def _cpus(config: UpConfig) -> tuple[int, ...]:
     if config.device.cpus is None:
-        return usable_cpus()
+        return allowed_cpus()
     cpus = parse_id_list(config.device.cpus, "--cpus")
-    if missing := sorted(set(cpus) - set(usable_cpus())):
+    if missing := sorted(set(cpus) - set(allowed_cpus())):
         raise ConfigError(f"--cpus {config.device.cpus}: core {missing[0]} cannot be used here")
     return cpus
 

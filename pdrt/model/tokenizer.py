@@ -56,16 +56,8 @@ class Tokenizer:
         """A `Detokenizer` of an output that follows `prompt_ids`."""
         return Detokenizer(self, skip_special_tokens, prompt_ids)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> list[int]:
-        """Token ids of a conversation; `variables` are handed to the template.
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
 
         Raises:
             RequestRefused: the model has no chat template, or the template refuses the messages.
@@ -75,11 +67,8 @@ class Tokenizer:
         try:
             text: str = self._inner.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=True,
                 tokenize=False,
-                **variables,
             )
         # What templates raise on content of an unexpected type, or transformers on its structure.
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
