@@ -90,7 +90,7 @@ class Hub:
                 self._apply(self.requests.on_finished(message, now))
             case Report():
                 if not self._inspector.on_report(message):
-                    self.metrics.count_stale_message("report")
+                    self.metrics.count_stale_message("report_unasked")
 
     def _on_register(self, message: Register, now: float) -> None:
         known = self.registry.workers.get(message.worker)

@@ -98,7 +98,7 @@ class Registry:
         """The reply, or None for an old message."""
         known = self.workers.get(message.worker)
         if known is not None and message.seq <= known.register.seq:
-            self.stale["register seq"] += 1
+            self.stale["old_seq"] += 1
             return None
         if refusal := self._refusal(message):
             return Registered(self._gateway, message.worker, message.seq, refusal=refusal)

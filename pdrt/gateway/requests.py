@@ -118,7 +118,7 @@ class Requests:
             return self._answer_unknown(message)
         self._attempts.move(attempt, AttemptEvent.TOKENS)
         if attempt.state is AttemptState.CANCELLING:
-            self.stale["tokens of a cancelled attempt"] += 1
+            self.stale["tokens_cancelled"] += 1
             return []
         serial = message.request.serial
         request = self._requests[serial]
@@ -133,7 +133,7 @@ class Requests:
         last = request.submission.sampling.max_tokens
         fresh = message.token_ids[received - message.first_index :][: last - received]
         if len(fresh) < len(message.token_ids):
-            self.stale["tokens repeated"] += 1
+            self.stale["tokens_again"] += 1
         if not fresh:
             return []
         request.output.extend(fresh)
@@ -142,7 +142,7 @@ class Requests:
     def on_finished(self, message: Finished, now: float) -> list[Effect]:
         attempt = self._attempts.get(message.request, message.worker)
         if attempt is None:
-            self.stale["finished of an unknown attempt"] += 1
+            self.stale["finished_unknown"] += 1
             return []
         was_running = attempt.state is AttemptState.RUNNING
         self._attempts.move(attempt, AttemptEvent.FINISHED)
@@ -258,7 +258,7 @@ class Requests:
 
     def _answer_unknown(self, message: Tokens) -> list[Effect]:
         """An attempt that was given up with its worker, which has come back: stop it."""
-        self.stale["tokens of an unknown attempt"] += 1
+        self.stale["tokens_unknown"] += 1
         if message.request.gateway != self._gateway:
             return []
         return [Send(Cancel(message.request, message.worker, "unknown"))]

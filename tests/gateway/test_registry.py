@@ -57,7 +57,7 @@ def test_an_old_message_changes_nothing_and_is_counted(registry: Registry) -> No
     assert registry.on_register(decode(9, seq=4, draining=True), 0.1) is None
     worker = registry.workers[Incarnation(9)]
     assert worker.state is WorkerState.LIVE and worker.register.load.running == 1
-    assert registry.stale == {"register seq": 2}
+    assert registry.stale == {"old_seq": 2}
 
 
 def test_silence_makes_a_worker_lost_and_a_register_brings_it_back(registry: Registry) -> None:

@@ -105,7 +105,7 @@ def test_a_duplicate_is_dropped_and_an_overlap_is_cut(world: World) -> None:
     world.requests.on_tokens(tokens(0, 10, 11), 1.0)
     assert world.requests.on_tokens(tokens(0, 10, 11), 1.0) == []
     assert world.requests.on_tokens(tokens(1, 11, 12), 1.0) == [Deliver(1, (12,), 0)]
-    assert world.requests.stale == {"tokens repeated": 2}
+    assert world.requests.stale == {"tokens_again": 2}
 
 
 def test_a_gap_ends_the_attempt_and_the_next_continues(world: World) -> None:
@@ -145,8 +145,8 @@ def test_a_lost_worker_is_replaced_and_what_it_still_says_is_stale(world: World)
     assert world.requests.on_tokens(tokens(1, 66), 3.0) == [cancel("unknown")]
     assert world.requests.on_finished(finished(FinishReason.STOP), 3.0) == []
     assert world.requests.stale == {
-        "tokens of an unknown attempt": 1,
-        "finished of an unknown attempt": 1,
+        "tokens_unknown": 1,
+        "finished_unknown": 1,
     }
 
 

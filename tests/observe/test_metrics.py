@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -88,3 +89,12 @@ def test_processes_do_not_share() -> None:
     one, two = make(), make()
     one.count_preemption()
     assert ("pdrt_preemptions_total",) not in {k for k, v in samples(two).items() if v}
+
+
+def test_label_values_are_snake_case() -> None:
+    """A scrape shows reasons of all roles side by side."""
+    package = Path(__file__).parents[2] / "pdrt"
+    pattern = re.compile(r'(?:stale\[|rejected\[|count_\w+\()"([^"]*)"')
+    reasons = [r for path in package.rglob("*.py") for r in pattern.findall(path.read_text())]
+    assert len(reasons) > 10
+    assert [reason for reason in reasons if not re.fullmatch(r"[a-z]+(_[a-z]+)*", reason)] == []
