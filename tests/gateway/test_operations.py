@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pdrt.gateway.exposition import merge
+from pdrt.gateway.hub import Hub
 from pdrt.ids import short
 from pdrt.observe.metrics import Metrics
 from pdrt.protocol.gateway_messages import Report, Role
@@ -107,6 +108,23 @@ async def test_request_ids(deployment: Deployment) -> None:
         assert response.headers["x-request-id"] not in ("", unusable)
     response = await deployment.http.post("/v1/completions", content=b"{")
     assert response.status_code == 400 and response.headers["x-request-id"]
+
+
+async def test_every_error_carries_the_request_id(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(hub: Hub) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Hub, "readiness", breaks)
+    for path, headers, status in (
+        ("/ready", {}, 500),
+        ("/nowhere", {}, 404),
+        ("/v1/completions", {}, 405),
+        ("/v1/models", {"authorization": ""}, 401),
+    ):
+        response = await deployment.http.get(path, headers={"x-request-id": "mine-2", **headers})
+        assert (response.status_code, response.headers["x-request-id"]) == (status, "mine-2")
 
 
 async def test_a_refused_worker_learns_why(deployment: Deployment) -> None:
