@@ -42,7 +42,7 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     """
     too_large = ApiError(413, f"The body is larger than {bytes_max} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
-    # Told beforehand, nothing needs to be read; h11 has already refused what is no number.
+    # Told beforehand, nothing needs to be read; the server has already refused what is no number.
     if length.isdecimal() and len(length) < 20 and int(length) > bytes_max:
         raise too_large
     body = bytearray()

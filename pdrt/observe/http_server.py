@@ -10,6 +10,36 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_BYTES_MAX = 64 * 1024
+"""Of a request's head, of its trailers, or of anything else between two pieces of body."""
+
+
+class _BoundedHttp(HttpToolsProtocol):
+    """uvicorn on httptools, which is half again as fast as on h11, but collects an endless head
+    until memory runs out."""
+
+    _quiet_bytes = 0
+    """Received since the parser last had something for us. Up to one read more than that."""
+
+    def data_received(self, data: bytes) -> None:
+        self._quiet_bytes += len(data)
+        super().data_received(data)
+        if self._quiet_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+            self.send_400_response(f"More than {HEAD_BYTES_MAX} bytes of headers.")
+
+    def on_headers_complete(self) -> None:
+        self._quiet_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._quiet_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._quiet_bytes = 0
+        super().on_message_complete()
 
 
 class HttpServer(uvicorn.Server):
@@ -21,6 +51,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
+                http=_BoundedHttp,
                 ws="none",
                 access_log=False,
                 log_config=None,

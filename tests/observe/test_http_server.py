@@ -1,0 +1,80 @@
+"""What a client may make the server hold."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from itertools import repeat
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from pdrt.observe.http_server import HEAD_BYTES_MAX, HttpServer
+
+HANG_SECONDS = 20.0
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+BYTES_MAX = 64 * HEAD_BYTES_MAX
+"""Far beyond what sockets hold on their way."""
+
+
+async def count_body(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the size of the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    text = str(size).encode()
+    headers = [(b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(count_body)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.accepting.wait()
+    yield listener.getsockname()[1]
+    server.should_exit = server.force_exit = True
+    async with asyncio.timeout(HANG_SECONDS):
+        await serving
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (HEAD, b"x-many: of them\r\n" * 100),
+        (HEAD + b"x-long: ", b"y" * 1000),
+        (b"GET /", b"z" * 1000),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n", b"x-trailer: y\r\n" * 100),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"e" * 1000),
+        (b"", b"\r\n" * 500),
+    ],
+    ids=["headers", "one_header", "path", "trailers", "chunk_extension", "blank_lines"],
+)
+async def test_what_never_ends_is_refused(port: int, begin: bytes, piece: bytes) -> None:
+    async with asyncio.timeout(HANG_SECONDS):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begin)
+        sent = 0
+        with pytest.raises(ConnectionError):
+            for data in repeat(piece, BYTES_MAX // len(piece)):
+                writer.write(data)
+                await writer.drain()
+                sent += len(data)
+            pytest.fail(f"{sent} bytes were taken")
+        writer.close()
+
+
+async def test_large_bodies_and_one_request_after_another_are_served(port: int) -> None:
+    async with asyncio.timeout(HANG_SECONDS):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for size in (BYTES_MAX, 0, 3 * HEAD_BYTES_MAX):
+            head = HEAD + b"x-pad: " + b"p" * 30_000 + b"\r\n"
+            writer.write(head + f"content-length: {size}\r\n\r\n".encode() + b"b" * size)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(len(str(size))) == str(size).encode()
+        writer.close()
