@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from pdrt.config import ProtocolConfig
 from pdrt.errors import ConfigError, EngineError, PeerRefused
 from pdrt.ids import Incarnation, routing_id, short
-from pdrt.protocol.codec import BadFrame, Decoder, encode
+from pdrt.protocol.codec import encode
 from pdrt.protocol.effects import (
     CloseFence,
     CloseSegment,
@@ -36,6 +36,7 @@ from pdrt.protocol.leases import LeaseTable
 from pdrt.protocol.messages import PrefillToDecode, RankProcess
 from pdrt.transfer.channel import DealerChannel
 from pdrt.transfer.engine import Receiver
+from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.processes import ProcessHandle
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
@@ -49,6 +50,8 @@ class _Fence:
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.handles: list[ProcessHandle] = []
+        if not ranks:
+            raise PeerRefused("the prefill worker names no process that could be fenced")
         try:
             for rank in ranks:
                 self.handles.append(ProcessHandle(rank))
@@ -74,12 +77,14 @@ class Handover:
     ) -> None:
         """`on_room` applies what concerns requests and pages."""
         self.table = table
-        self.rejected: Counter[str] = Counter()
         self._receiver = receiver
         self._config = config
         self._loop = loop
         self._on_room = on_room
-        self._decoder: Decoder[PrefillToDecode] = Decoder(PrefillToDecode, config.frame_bytes_max)
+        self._reader: FrameReader[PrefillToDecode] = FrameReader(
+            PrefillToDecode, config.frame_bytes_max, "prefill worker"
+        )
+        self.rejected = self._reader.rejected
         self._channels: dict[str, DealerChannel] = {}
         self._fences: dict[tuple[str, Incarnation], _Fence] = {}
         self._queue: deque[DecodeEffect] = deque()
@@ -127,10 +132,8 @@ class Handover:
 
     def _connect(self, endpoint: str) -> None:
         def on_frame(frame: bytes) -> None:
-            try:
-                message = self._decoder.decode(frame)
-            except BadFrame as error:
-                self.rejected[error.reason] += 1
+            message = self._reader.read(frame)
+            if message is None or self._loop.is_ending:
                 return
             self.apply(self.table.receive(endpoint, message, time.monotonic()))
 

@@ -21,7 +21,7 @@ from pdrt.observe.metrics import Metrics
 from pdrt.protocol.effects import EndLease, FailRoom, LeaseReady, TakeFirstToken
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.protocol.leases import GrantRequest, LeaseState, LeaseTable
-from pdrt.protocol.messages import Reason
+from pdrt.protocol.messages import TURNED_AWAY, Reason
 from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,9 @@ class Rooms:
 
     def _failed(self, effect: FailRoom) -> None:
         room, now = self._rooms[effect.room], time.monotonic()
-        room.failed_at, room.reason = now, effect.reason
+        if effect.room in self.table.leases:
+            # It is being revoked; one that has drained already has nothing left to wait for.
+            room.failed_at, room.reason = now, effect.reason
         request = self._request(effect.room)
         if request is None:
             return
@@ -199,9 +201,12 @@ class Rooms:
                 "detail": effect.detail or "-",
             },
         )
-        request.rooms_failed += 1
+        is_turned_away = effect.reason in TURNED_AWAY
+        if not is_turned_away:
+            request.rooms_failed += 1
         if effect.retryable and request.rooms_failed < self._config.rooms_per_request_max:
-            self._metrics.count_recomputed_prompt_tokens(len(request.tokens))
+            if not is_turned_away:
+                self._metrics.count_recomputed_prompt_tokens(len(request.tokens))
             self._scheduler.requeue(request, now)
             self.admit_soon()
             return

@@ -23,6 +23,8 @@ from pdrt.protocol.messages import Fingerprint, Load
 from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.transfer.gateway_link import GatewayLinks
 
+STEP_SECONDS_MAX = 60.0
+"""A forward that takes longer makes the worker unhealthy until it returns."""
 ROWS_MAX = 1000
 """Leases and requests listed in a status; the rest is counted."""
 
@@ -65,11 +67,19 @@ class DecodeView:
 
     def reasons(self) -> list[str]:
         """Why it is not ready; empty when it is."""
-        refusal = self._worker.table.refuses(time.monotonic())
-        reasons = [refusal] if refusal is not None else []
+        reasons = self.complaints()
         if not self._worker.table.usable_endpoints():
             reasons.append("no prefill worker is paired")
         return reasons
+
+    def complaints(self) -> list[str]:
+        """Why it is not healthy, whoever it is paired with; empty when it is."""
+        now = time.monotonic()
+        refusal = self._worker.table.refuses(now)
+        complaints = [refusal] if refusal is not None else []
+        if (seconds := self._worker.executor.step_age(now)) > STEP_SECONDS_MAX:
+            complaints.append(f"a forward has been running for {seconds:.0f} s")
+        return complaints
 
     def refused_pairs(self) -> tuple[str, ...]:
         """Prefill workers that it cannot be paired with, and why."""
@@ -79,7 +89,7 @@ class DecodeView:
     def register(self, seq: int) -> Register:
         """What it tells its gateways."""
         worker = self._worker
-        refusal = worker.table.refuses(time.monotonic())
+        complaints = tuple(self.complaints())
         limits = worker.config.scheduler
         return Register(
             role=Role.DECODE,
@@ -91,8 +101,8 @@ class DecodeView:
             requests_max=limits.queue_max + limits.max_num_seqs,
             version=__version__,
             metrics=worker.http.url + "/metrics",
-            healthy=refusal is None,
-            reasons=(refusal,) if refusal is not None else (),
+            healthy=not complaints,
+            reasons=complaints,
             draining=worker.is_leaving,
             paired=tuple(worker.table.usable_endpoints()),
             refused=self.refused_pairs(),

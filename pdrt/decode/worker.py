@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -47,7 +47,7 @@ from pdrt.scheduling.decode import (
 )
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalReceiver
-from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
+from pdrt.transfer.worker_loop import ExitCode, WorkerLoop, exit_now
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +57,20 @@ CHECK_SECONDS = 5.0
 """An idle worker checks all its invariants this often."""
 
 
-def run(config: WorkerConfig, announce: Announce) -> int:
-    """Load the model and serve until told to stop; the exit code.
+def run(config: WorkerConfig, announce: Announce) -> NoReturn:
+    """Load the model and serve until told to stop; ends the process with an `ExitCode`.
 
     Raises:
         PdrtError: the configuration or the model cannot be used; says what to do.
     """
     executor = Executor.load(config.model, config.device, log.info)
-    try:
-        return uvloop.run(_serve(config, executor, announce))
-    finally:
-        executor.close()
+    exit_now(uvloop.run(_serve(config, executor, announce)))
 
 
-async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -> int:
+async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -> ExitCode:
     worker = DecodeWorker(config, executor)
     announce(worker.facts())
-    return (await worker.run()).value
+    return await worker.run()
 
 
 class DecodeWorker:
@@ -174,10 +171,11 @@ class DecodeWorker:
     def _refuse(self, submit: Submit) -> tuple[FinishReason, str] | None:
         limit = self.executor.identity.max_model_len
         length = len(submit.token_ids) + len(submit.output_token_ids)
+        wants_token = submit.sampling.max_tokens > len(submit.output_token_ids)
         vocabulary = self.executor.identity.vocab_size
         if not submit.token_ids:
             return FinishReason.REJECTED, "the prompt is empty"
-        if length >= limit:
+        if length + wants_token > limit:
             return FinishReason.REJECTED, f"{length} tokens, {limit} is the model's limit"
         if self.executor.layout.pages_for(length + 1) > self.pages.total:
             return FinishReason.REJECTED, f"{length} tokens do not fit into the KV pool"
@@ -226,23 +224,22 @@ class DecodeWorker:
         if request.is_in_step:
             request.ended = request.ended or reason
             return
-        now = time.monotonic()
         if request.room is not None:
             self.rooms.detach(request.room, reason)
         if request.pages:
             self._free_sequence_pages(request.request, request.pages)
             request.pages = []
         self.scheduler.remove(request)
-        usage = Usage(request.prompt_tokens, request.output_tokens, request.cached_tokens)
-        self.links.send(
-            Finished(request.request, self.incarnation, reason, usage, detail, request.timings)
-        )
-        self._log_end(request, reason, detail, now)
+        self._tell_end(request, reason, detail)
         self.rooms.admit_soon()
 
-    def _log_end(
-        self, request: DecodeRequest, reason: FinishReason, detail: str, now: float
-    ) -> None:
+    def _tell_end(self, request: DecodeRequest, reason: FinishReason, detail: str) -> None:
+        """To the gateway, the metrics and the log."""
+        now = time.monotonic()
+        self.scheduler.end_phase(request, now)
+        usage = Usage(request.prompt_tokens, request.output_tokens, request.cached_tokens)
+        finished = Finished(request.request, self.incarnation, reason, usage, detail)
+        self.links.send(finished)
         self.metrics.count_request(reason.value)
         for phase, seconds in request.timings.items():
             self.metrics.observe_handover(phase, seconds)
@@ -283,7 +280,7 @@ class DecodeWorker:
         self._work.set()
 
     async def _compute(self) -> None:
-        while True:
+        while not self.loop.is_ending:
             plan = self.scheduler.plan(self._pool, time.monotonic())
             for name in plan.preempted:
                 request = self.scheduler.requests[name]
@@ -301,6 +298,8 @@ class DecodeWorker:
     async def _step(self, plan: StepPlan) -> None:
         try:
             result = await self.executor.step([self._row(row) for row in plan.rows])
+        except AssertionError:
+            raise  # our own bug: the worker ends
         except Exception as error:
             if not self.loop.is_ending:
                 log.exception("decode step failed")
@@ -381,8 +380,9 @@ class DecodeWorker:
             self.loop.end(ExitCode.STOPPED, "left")
         elif now >= self._leave_by:
             for request in list(self.scheduler.requests.values()):
-                request.is_in_step = False
-                self._finish(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
+                # Pages that a forward uses stay where they are: the process ends with them.
+                end = self._tell_end if request.is_in_step else self._finish
+                end(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
             self.loop.end(ExitCode.STOPPED, "left; what was running goes on elsewhere")
 
     # What others see
@@ -396,7 +396,7 @@ class DecodeWorker:
         state = (
             tuple(self.table.usable_endpoints()),
             self.view.refused_pairs(),
-            self.table.refuses(now) is None,
+            bool(self.view.complaints()),
         )
         if state != self._announced:
             self._announced = state
@@ -422,6 +422,8 @@ class DecodeWorker:
 
     def check(self) -> None:
         """Raise AssertionError where an invariant is broken."""
+        self.pages.check()
+        self.table.check()
         check_decode(self.table, self.pages)
         self.scheduler.check()
         self.rooms.check()

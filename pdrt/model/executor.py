@@ -53,6 +53,7 @@ class Executor:
         self._thread = thread
         self._current: Future[StepResult] | None = None
         """The latest step. At most one is ever queued or running."""
+        self._submitted_at = 0.0
 
     @classmethod
     def load(
@@ -109,7 +110,13 @@ class Executor:
         assert self._current is None or self._current.done(), "one step at a time"
         validate_rows(rows, self.layout, self.pages, self.identity.max_model_len)
         self._current = self._thread.submit(self._step, rows)
+        self._submitted_at = time.monotonic()
         return self._current
+
+    def step_age(self, now: float) -> float:
+        """Seconds since the step that is under way was submitted; 0 when none is."""
+        is_idle = self._current is None or self._current.done()
+        return 0.0 if is_idle else now - self._submitted_at
 
     def _step(self, rows: Sequence[Row]) -> StepResult:
         started = time.perf_counter()

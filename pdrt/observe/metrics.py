@@ -124,7 +124,7 @@ class Metrics:
         self._itl.labels(*self._base).observe(seconds)
 
     def observe_handover(self, phase: str, seconds: float) -> None:
-        """`phase` is `queued`, `prefill`, `transfer` or `decode`."""
+        """`phase`: queued, prefill, transfer, decode; on prefill workers queued, compute, drain."""
         self._handover.labels(*self._base, phase).observe(seconds)
 
     def count_transfer(self, engine: str, byte_count: int) -> None:

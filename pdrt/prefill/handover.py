@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from pdrt.config import WorkerConfig
 from pdrt.errors import EngineError
 from pdrt.ids import RoomId, routing_id
 from pdrt.kv.layout import KvLayout, slice_plan
-from pdrt.protocol.codec import BadFrame, Decoder, encode
+from pdrt.protocol.codec import encode
 from pdrt.protocol.effects import (
     CloseEngine,
     CloseRoom,
@@ -29,6 +29,7 @@ from pdrt.protocol.room_writer import RankEnd
 from pdrt.protocol.rooms import RoomTable
 from pdrt.transfer.channel import RouterChannel
 from pdrt.transfer.engine import Sender
+from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.room_task import Close, RoomEvent, RoomTask, SlicePlan
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
@@ -54,7 +55,6 @@ class Handover:
             ConfigError: the port cannot be bound.
         """
         self.table = table
-        self.rejected: Counter[str] = Counter()
         self.judge: Callable[[Grant], str | None] = lambda grant: None
         """Why a grant cannot be served, in words."""
         self.on_room: Callable[[RoomEffect], None] = lambda effect: None
@@ -69,7 +69,10 @@ class Handover:
         self._queue: deque[PrefillEffect] = deque()
         self._is_applying = False
         frame_bytes_max = config.protocol.frame_bytes_max
-        self._decoder: Decoder[DecodeToPrefill] = Decoder(DecodeToPrefill, frame_bytes_max)
+        self._reader: FrameReader[DecodeToPrefill] = FrameReader(
+            DecodeToPrefill, frame_bytes_max, "decode worker"
+        )
+        self.rejected = self._reader.rejected
         self._channel = RouterChannel(config.host, config.port, self._receive, frame_bytes_max)
         self.endpoint = f"tcp://{config.host}:{self._channel.port}"
 
@@ -107,10 +110,8 @@ class Handover:
 
     def _receive(self, _: bytes, frame: bytes) -> None:
         """The sender is who the message says, not the socket's idea of a peer."""
-        try:
-            message = self._decoder.decode(frame)
-        except BadFrame as error:
-            self.rejected[error.reason] += 1
+        message = self._reader.read(frame)
+        if message is None or self._loop.is_ending:
             return
         refusal = self.judge(message) if isinstance(message, Grant) else None
         self.apply(self.table.receive(message, time.monotonic(), refusal))

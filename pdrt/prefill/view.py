@@ -23,6 +23,8 @@ from pdrt.protocol.rooms import RoomState, RoomTable
 from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.transfer.gateway_link import GatewayLinks
 
+STEP_SECONDS_MAX = 60.0
+"""A forward that takes longer makes the worker unhealthy until it returns."""
 ROWS_MAX = 1000
 """Rooms listed in a status; the rest is counted."""
 
@@ -65,14 +67,21 @@ class PrefillView:
 
     def reasons(self) -> list[str]:
         """Why it is not ready; empty when it is."""
+        return self.complaints() + (["leaving"] if self._worker.is_leaving else [])
+
+    def complaints(self) -> list[str]:
+        """Why it is not healthy; empty when it is."""
+        complaints: list[str] = []
         if self._worker.table.peers.is_full:
-            return ["decode_incarnations_max is reached: it drains and exits"]
-        return ["leaving"] if self._worker.is_leaving else []
+            complaints.append("decode_incarnations_max is reached: it drains and exits")
+        if (seconds := self._worker.executor.step_age(time.monotonic())) > STEP_SECONDS_MAX:
+            complaints.append(f"a forward has been running for {seconds:.0f} s")
+        return complaints
 
     def register(self, seq: int) -> Register:
         """What it tells its gateways."""
         worker = self._worker
-        reasons = tuple(self.reasons())
+        complaints = tuple(self.complaints())
         return Register(
             role=Role.PREFILL,
             worker=worker.incarnation,
@@ -83,8 +92,8 @@ class PrefillView:
             requests_max=worker.config.protocol.rooms_max,
             version=__version__,
             metrics=worker.http.url + "/metrics",
-            healthy=not worker.table.peers.is_full,
-            reasons=reasons,
+            healthy=not complaints,
+            reasons=complaints,
             draining=worker.is_leaving,
             load=self.load(),
         )

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -32,7 +32,7 @@ from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalSender
 from pdrt.transfer.processes import this_process
 from pdrt.transfer.room_task import ForwardEnded, ForwardStarted, PagesFinished
-from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
+from pdrt.transfer.worker_loop import ExitCode, WorkerLoop, exit_now
 
 log = logging.getLogger(__name__)
 
@@ -44,23 +44,20 @@ DRAIN_SECONDS_MAX = 5.0
 """What rooms may take to drain at exit, after their time to finish is over."""
 
 
-def run(config: WorkerConfig, announce: Announce) -> int:
-    """Load the model and serve until told to stop; the exit code.
+def run(config: WorkerConfig, announce: Announce) -> NoReturn:
+    """Load the model and serve until told to stop; ends the process with an `ExitCode`.
 
     Raises:
         PdrtError: the configuration or the model cannot be used; says what to do.
     """
     executor = Executor.load(config.model, config.device, log.info)
-    try:
-        return uvloop.run(_serve(config, executor, announce))
-    finally:
-        executor.close()
+    exit_now(uvloop.run(_serve(config, executor, announce)))
 
 
-async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -> int:
+async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -> ExitCode:
     worker = PrefillWorker(config, executor)
     announce(worker.facts())
-    return (await worker.run()).value
+    return await worker.run()
 
 
 class PrefillWorker:
@@ -197,7 +194,7 @@ class PrefillWorker:
     # Steps
 
     async def _compute(self) -> None:
-        while True:
+        while not self.loop.is_ending:
             chunks = self.scheduler.plan(self._take_pages, time.monotonic())
             if chunks:
                 await self._step(chunks)
@@ -306,6 +303,8 @@ class PrefillWorker:
     def check(self) -> None:
         """Raise AssertionError where an invariant is broken."""
         held = {room: job.pages for room, job in self.scheduler.jobs.items()}
+        self.pages.check()
+        self.table.check()
         check_prefill(self.table, held, self.pages)
         self.scheduler.check()
         self.handover.check()

@@ -45,7 +45,10 @@ class Decoder(Generic[Message]):
         if len(frame) > self._frame_bytes_max:
             raise BadFrame("size", f"{len(frame)} bytes, {self._frame_bytes_max} allowed")
         if frame[:1] != _VERSION:
-            raise BadFrame("version", f"{frame[:1].hex() or 'empty'}, {_VERSION.hex()} expected")
+            raise BadFrame(
+                "version",
+                f"protocol version {frame[0] if frame else 'missing'}, here is {PROTOCOL_VERSION}",
+            )
         try:
             return self._decoder.decode(memoryview(frame)[1:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

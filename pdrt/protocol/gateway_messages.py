@@ -100,8 +100,6 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     usage: Usage | None = None
     detail: str = ""
     """Words for a person, when `reason` is an error."""
-    timings: dict[str, float] = {}
-    """Seconds by phase: queued, prefill, transfer, decode."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):

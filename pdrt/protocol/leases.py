@@ -28,6 +28,7 @@ from pdrt.protocol.effects import (
 )
 from pdrt.protocol.messages import (
     NOT_RETRYABLE,
+    TURNED_AWAY,
     Drained,
     Fingerprint,
     FirstToken,
@@ -335,6 +336,8 @@ class LeaseTable:
     def _end(
         self, lease: Lease, reason: Reason, retryable: bool, detail: str, now: float
     ) -> list[DecodeEffect]:
+        if reason in TURNED_AWAY:
+            self.pairing.turned_away(lease.endpoint, lease.writer, now)
         failed = self._fail(lease, reason, retryable, detail)
         return [*failed, *self._free(lease, LeaseEvent.ENDED, now)]
 

@@ -59,6 +59,9 @@ class Reason(Enum):
 
 NOT_RETRYABLE = frozenset({Reason.CLIENT_GONE, Reason.FINISHED, Reason.DEADLINE, Reason.REJECTED})
 """After these the request ends; after any other reason it may go on in a new room."""
+TURNED_AWAY = frozenset({Reason.SHUTDOWN, Reason.OVERLOADED, Reason.BELOW_FLOOR})
+"""Nothing was begun: no failure of the request, which waits until its writer, or another, welcomes
+grants again."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):

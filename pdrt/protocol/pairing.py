@@ -215,7 +215,6 @@ class Pairing:
         peer.last_seq = message.seq
         effects = self._switch_writer(peer, message)
         peer.is_lost = False
-        peer.last_welcome = message
         peer.echoed_generation = message.generation
         if peer.fences[message.writer] is not FenceState.REFUSED:
             peer.refusal = self._refusal(message)
@@ -261,6 +260,13 @@ class Pairing:
             load=self.load,
         )
         return [SendToPrefill(peer.endpoint, hello)]
+
+    def turned_away(self, endpoint: str, writer: Incarnation, now: float) -> None:
+        """This writer takes no grants for now: none is sent before its next `Welcome`."""
+        peer = self.peers[endpoint]
+        if peer.writer == writer:
+            peer.echoed_generation = 0
+            peer.hello_due = now
 
     # Fences
 

@@ -8,7 +8,7 @@ from collections import deque
 from enum import Enum
 
 from pdrt.ids import Incarnation
-from pdrt.protocol.messages import Segment, Welcome
+from pdrt.protocol.messages import Segment
 
 HELLO_SEQS_MAX = 64
 """An answer that is older than so many heartbeats tells nothing."""
@@ -104,7 +104,6 @@ class WriterPeer:
         self.echoed_generation = 0
         """By the current writer; 0: none."""
         self.refusal: str | None = None
-        self.last_welcome: Welcome | None = None
         self.fences: dict[Incarnation, FenceState] = {}
         self.generations: dict[int, Generation] = {}
         """Alive ones: the newest, and at most one older that is being torn down."""

@@ -120,11 +120,6 @@ class DecodeScheduler:
     def running(self) -> int:
         return len(self._running)
 
-    @property
-    def has_step(self) -> bool:
-        """Some sequence can be decoded further."""
-        return any(not self._is_paused(r) for r in self._running.values())
-
     def _is_paused(self, request: DecodeRequest) -> bool:
         """Its client does not read: it computes nothing more for now, instead of piling up."""
         return request.output_tokens - request.tokens_taken >= self._stream_tokens_max
@@ -200,6 +195,17 @@ class DecodeScheduler:
         request.pages, request.computed = pages, computed
         self._running[request.request] = request
         self._phase(request, "transfer", now)
+
+    def end_phase(self, request: DecodeRequest, now: float) -> None:
+        """The request is over: what it was doing counts up to now."""
+        if request.state is RequestState.QUEUED:
+            self._phase(request, "queued", now)
+        elif request.state is RequestState.RUNNING:
+            self._phase(request, "decode", now)
+        elif "prefill" in request.timings:
+            self._phase(request, "transfer", now)
+        else:
+            self._phase(request, "prefill", now)
 
     @staticmethod
     def _phase(request: DecodeRequest, phase: str, now: float) -> None:

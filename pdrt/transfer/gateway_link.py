@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pdrt.config import ProtocolConfig
 from pdrt.errors import ConfigError
 from pdrt.ids import Incarnation, routing_id
-from pdrt.protocol.codec import BadFrame, Decoder, encode
+from pdrt.protocol.codec import encode
 from pdrt.protocol.gateway_messages import (
     Cancel,
     Credit,
@@ -26,6 +26,7 @@ from pdrt.protocol.gateway_messages import (
 )
 from pdrt.protocol.registration import Registration
 from pdrt.transfer.channel import DealerChannel
+from pdrt.transfer.frames import FrameReader
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +70,13 @@ class GatewayLinks:
         """Its requests are to be cancelled."""
         self.on_endpoints: Callable[[], None] = lambda: None
         """`prefill_endpoints` may have changed."""
-        self.rejected: Counter[str] = Counter()
         self.stale: Counter[str] = Counter()
         self._worker = worker
         self._make_register = make_register
-        self._decoder: Decoder[GatewayToWorker] = Decoder(GatewayToWorker, config.frame_bytes_max)
+        self._reader: FrameReader[GatewayToWorker] = FrameReader(
+            GatewayToWorker, config.frame_bytes_max, "gateway"
+        )
+        self.rejected = self._reader.rejected
         self._links: list[_Link] = []
         # One named twice is one: two connections would take the routing id from each other.
         for endpoint in dict.fromkeys(endpoints):
@@ -94,8 +97,9 @@ class GatewayLinks:
 
     @property
     def prefill_endpoints(self) -> set[str]:
-        """Prefill workers that any live gateway lists."""
-        return {e for link in self._links for e in link.registration.prefill_endpoints}
+        """Prefill workers that the live gateways list; while none lives, those listed last."""
+        alive = [link for link in self._links if link.registration.gateway is not None]
+        return {e for link in alive or self._links for e in link.registration.prefill_endpoints}
 
     def gateways(self) -> list[dict[str, object]]:
         """For the status page."""
@@ -135,10 +139,8 @@ class GatewayLinks:
         link.channel.send(encode(register))
 
     def _receive(self, link: _Link, frame: bytes) -> None:
-        try:
-            message = self._decoder.decode(frame)
-        except BadFrame as error:
-            self.rejected[error.reason] += 1
+        message = self._reader.read(frame)
+        if message is None:
             return
         if message.worker != self._worker:
             self.stale["other_incarnation"] += 1

@@ -28,7 +28,7 @@ from pdrt.transfer.processes import pid_namespace, start_time, this_process
 
 NAME = "local"
 COPY_BYTES_MAX = 4 * 1024 * 1024
-"""One memcpy; between two of them progress is noted and a closed instance stops."""
+"""One memcpy; after each, progress is noted for the watchdogs."""
 
 ASLEEP_SECONDS = 1.0
 """A watchdog this late was itself asleep, and so was the copying thread: it accuses nobody."""
@@ -42,6 +42,8 @@ class LocalDescriptor(msgspec.Struct, frozen=True):
     """Of the memfd, in that process."""
     inode: int
     size_bytes: int
+    name: str
+    """Of the segment: prefill endpoint and generation. Two pairings never look alike."""
 
 
 class LocalReceiver:
@@ -52,17 +54,20 @@ class LocalReceiver:
 
     def __init__(self, pool: KvPool) -> None:
         """Raises ConfigError when the pool is not in host memory."""
-        descriptor = LocalDescriptor(
-            process=this_process(),
-            fd=_memfd(pool),
-            inode=os.fstat(_memfd(pool)).st_ino,
-            size_bytes=pool.size_bytes,
-        )
-        self._descriptor = msgspec.msgpack.encode(descriptor)
+        self._process = this_process()
+        self._fd = _memfd(pool)
+        self._size_bytes = pool.size_bytes
 
     async def open_segment(self, rank: int, endpoint: str, generation: int) -> Segment:
         """Describe the pool. Every generation is the same memory: what fences is death."""
-        return Segment(rank=rank, engine=NAME, descriptor=self._descriptor)
+        descriptor = LocalDescriptor(
+            process=self._process,
+            fd=self._fd,
+            inode=os.fstat(self._fd).st_ino,
+            size_bytes=self._size_bytes,
+            name=f"{endpoint} {generation}",
+        )
+        return Segment(rank=rank, engine=NAME, descriptor=msgspec.msgpack.encode(descriptor))
 
     async def close_segment(self, endpoint: str, generation: int) -> None:
         """Nothing to tear down, and nothing proved by it."""

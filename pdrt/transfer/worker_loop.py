@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 from pdrt.protocol.clock import TICK_SECONDS
 
 log = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 0.1
 
 
 class ExitCode(Enum):
@@ -49,7 +53,11 @@ class WorkerLoop:
         return self._ended.done()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run `work` as a task of this worker."""
+        """Run `work` as a task of this worker; dropped when that is ending already, as nobody would
+        cancel it any more."""
+        if self.is_ending:
+            work.close()
+            return
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -98,3 +106,13 @@ class WorkerLoop:
         error = context.get("exception")
         log.error("worker broke: %s", context.get("message"), exc_info=error)
         self.end(ExitCode.BROKEN, str(error or context.get("message")))
+
+
+def exit_now(code: ExitCode) -> NoReturn:
+    """Leave the process. The interpreter's own way out joins every thread, and so would wait for
+    a forward or a copy that hangs, which may be the very reason for leaving."""
+    # libzmq sends the last words in a thread of its own.
+    time.sleep(LAST_WORDS_SECONDS)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code.value)

@@ -114,11 +114,16 @@ class StandInExecutor:
         self.page_owner: Callable[[int], object] = lambda page: None
         """Of the worker's page table: no page changes hands while a step uses it."""
         self.on_step: Callable[[int], None] = lambda rows: None
+        self.age = 0.0
+        """Of a running step, as `step_age` tells it."""
         self._is_running = False
 
     @property
     def is_running(self) -> bool:
         return self._is_running
+
+    def step_age(self, now: float) -> float:
+        return self.age if self._is_running else 0.0
 
     async def step(self, rows: Sequence[Row]) -> StepResult:
         assert not self._is_running, "one step at a time"

@@ -1,0 +1,124 @@
+"""What workers say of themselves is true: broken tables are found, hanging work is reported, and
+a worker that ends takes nothing new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from pdrt.decode.view import STEP_SECONDS_MAX
+from pdrt.ids import RequestId
+from pdrt.kv.pages import Owner, OwnerKind
+from pdrt.protocol.gateway_messages import FinishReason
+from pdrt.protocol.messages import Reason
+from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
+from tests.decode.deployment import Deployment, Pair, prompt_of, until
+from tests.prefill.executor import StandInExecutor, output_of
+
+
+def _free_an_owned_page(pair: Pair) -> Callable[[], None]:
+    pages = pair.decode.pages
+    owner = Owner(OwnerKind.SEQUENCE, RequestId(1, 2, 3))
+    (page,) = pages.take(1, owner)
+    pages._free.append(page)
+
+    def mend() -> None:
+        pages._free.remove(page)
+        pages.free([page], owner)
+
+    return mend
+
+
+def _lose_a_connection(pair: Pair) -> Callable[[], None]:
+    (peer,) = pair.decode.table.pairing.peers.values()
+    peer.floor += 7
+
+    def mend() -> None:
+        peer.floor -= 7
+
+    return mend
+
+
+def _taint_nothing(pair: Pair) -> Callable[[], None]:
+    (peer,) = pair.prefill.table.peers.known.values()
+    (engine,) = peer.engines.values()
+    engine.is_tainted = True
+
+    def mend() -> None:
+        engine.is_tainted = False
+
+    return mend
+
+
+@pytest.mark.parametrize("damage", [_free_an_owned_page, _lose_a_connection, _taint_nothing])
+async def test_a_check_on_demand_finds_a_broken_table(
+    pair: Pair, damage: Callable[[Pair], Callable[[], None]]
+) -> None:
+    mend = damage(pair)
+    workers = (pair.decode.incarnation, pair.prefill.incarnation)
+    reports = [await pair.gateway.inspect(worker) for worker in workers]
+    mend()
+    assert any(report.broken for report in reports)
+    for worker in workers:
+        assert not (await pair.gateway.inspect(worker)).broken
+
+
+async def test_a_forward_that_hangs_is_said(pair: Pair) -> None:
+    pair.decode_executor.gate.clear()
+    stream = pair.submit(prompt_of(10), 4)
+    await until(lambda: pair.decode_executor.is_running, "a step")
+    pair.decode_executor.age = STEP_SECONDS_MAX + 1
+    assert any("forward" in reason for reason in pair.decode.view.reasons())
+    assert not pair.decode.view.register(1).healthy
+    pair.decode_executor.gate.set()
+    assert (await stream.end()).reason is FinishReason.LENGTH
+    assert pair.decode.view.register(2).healthy
+
+
+async def test_requests_wait_out_a_leaving_prefill_worker(pair: Pair) -> None:
+    """Being turned away is no failure: the request waits for another prefill worker."""
+    deployment: Deployment = pair.deployment
+    held = pair.prefill_executor
+    held.gate.clear()
+    first = pair.submit(prompt_of(20), 4)
+    await until(lambda: held.is_running, "a room that keeps the prefill worker")
+    pair.prefill.loop._leave()
+    second = pair.submit(prompt_of(30), 4)
+    await until(lambda: not pair.decode.table.usable_endpoints(), "a prefill worker out of use")
+    (waiting,) = [r for r in pair.decode.scheduler.requests.values() if r.prompt_tokens == 30]
+    assert waiting.rooms_failed == 0
+    deployment.add_prefill(StandInExecutor(64), deployment.config())
+    held.gate.set()
+    for stream, prompt in ((first, prompt_of(20)), (second, prompt_of(30))):
+        assert (await stream.end()).reason is FinishReason.LENGTH
+        assert stream.tokens == output_of(prompt, 4)
+    assert pair.decode.table.stale.get(Reason.SHUTDOWN.value, 0) == 0
+    assert await deployment.exit_code(pair.prefill) is ExitCode.STOPPED
+
+
+async def test_a_prompt_of_all_the_context_that_wants_no_token(pair: Pair) -> None:
+    limit = pair.decode.executor.identity.max_model_len
+    finished = await pair.submit(prompt_of(limit), 0).end()
+    assert finished.reason is FinishReason.LENGTH, finished
+    finished = await pair.submit(prompt_of(limit), 1).end()
+    assert finished.reason is FinishReason.REJECTED
+
+
+async def test_an_ending_loop_takes_no_new_task() -> None:
+    """What begins while tasks are being cancelled would be waited for and never end."""
+    loop = WorkerLoop(lambda now: None, lambda: None)
+
+    async def late() -> None:
+        await asyncio.Event().wait()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            loop.start(late(), "late")
+
+    asyncio.get_running_loop().call_later(0.05, loop.end, ExitCode.CANNOT_GO_ON, "test")
+    async with asyncio.timeout(30):
+        assert await loop.run(work()) is ExitCode.CANNOT_GO_ON
