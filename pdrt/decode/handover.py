@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from pdrt.config import ProtocolConfig
@@ -35,6 +34,7 @@ from pdrt.protocol.effects import (
 from pdrt.protocol.leases import LeaseTable
 from pdrt.protocol.messages import PrefillToDecode, RankProcess
 from pdrt.transfer.channel import DealerChannel
+from pdrt.transfer.effect_queue import EffectQueue
 from pdrt.transfer.engine import Receiver
 from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.processes import ProcessHandle
@@ -87,20 +87,7 @@ class Handover:
         self.rejected = self._reader.rejected
         self._channels: dict[str, DealerChannel] = {}
         self._fences: dict[tuple[str, Incarnation], _Fence] = {}
-        self._queue: deque[DecodeEffect] = deque()
-        self._is_applying = False
-
-    def apply(self, effects: Sequence[DecodeEffect]) -> None:
-        """Apply the effects of one event, after those already waiting."""
-        self._queue.extend(effects)
-        if self._is_applying:
-            return
-        self._is_applying = True
-        try:
-            while self._queue:
-                self._apply(self._queue.popleft())
-        finally:
-            self._is_applying = False
+        self.apply = EffectQueue(self._apply).apply
 
     def _apply(self, effect: DecodeEffect) -> None:
         match effect:

@@ -29,7 +29,6 @@ from pdrt.protocol.gateway_messages import (
     Finished,
     FinishReason,
     Inspect,
-    Report,
     Submit,
     Tokens,
     Usage,
@@ -153,7 +152,7 @@ class DecodeWorker:
             case Credit():
                 self._credit(request)
             case Inspect():
-                self._inspect(request)
+                self.links.answer(request, self.view, self.check)
 
     def _submit(self, submit: Submit) -> None:
         if submit.request in self.scheduler.requests:
@@ -401,24 +400,6 @@ class DecodeWorker:
         if state != self._announced:
             self._announced = state
             self.links.announce(now)
-
-    def _inspect(self, inspect: Inspect) -> None:
-        broken: tuple[str, ...] = ()
-        if inspect.check:
-            try:
-                self.check()
-            except AssertionError as error:
-                broken = (f"{type(error).__name__}: {error}",)
-        self.links.report(
-            inspect.gateway,
-            Report(
-                worker=self.incarnation,
-                serial=inspect.serial,
-                metrics=self.view.render(),
-                status=self.view.status(),
-                broken=broken,
-            ),
-        )
 
     def check(self) -> None:
         """Raise AssertionError where an invariant is broken."""

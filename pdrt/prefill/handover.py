@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pdrt.config import WorkerConfig
 from pdrt.errors import EngineError
@@ -28,6 +27,7 @@ from pdrt.protocol.messages import DecodeToPrefill, Drained, Grant
 from pdrt.protocol.room_writer import RankEnd
 from pdrt.protocol.rooms import RoomTable
 from pdrt.transfer.channel import RouterChannel
+from pdrt.transfer.effect_queue import EffectQueue
 from pdrt.transfer.engine import Sender
 from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.room_task import Close, RoomEvent, RoomTask, SlicePlan
@@ -66,8 +66,7 @@ class Handover:
         self._loop = loop
         self._plan = _single_rank_plan(layout)
         self._tasks: dict[RoomId, RoomTask] = {}
-        self._queue: deque[PrefillEffect] = deque()
-        self._is_applying = False
+        self.apply = EffectQueue(self._apply).apply
         frame_bytes_max = config.protocol.frame_bytes_max
         self._reader: FrameReader[DecodeToPrefill] = FrameReader(
             DecodeToPrefill, frame_bytes_max, "decode worker"
@@ -75,18 +74,6 @@ class Handover:
         self.rejected = self._reader.rejected
         self._channel = RouterChannel(config.host, config.port, self._receive, frame_bytes_max)
         self.endpoint = f"tcp://{config.host}:{self._channel.port}"
-
-    def apply(self, effects: Sequence[PrefillEffect]) -> None:
-        """Apply the effects of one event, after those already waiting."""
-        self._queue.extend(effects)
-        if self._is_applying:
-            return
-        self._is_applying = True
-        try:
-            while self._queue:
-                self._apply(self._queue.popleft())
-        finally:
-            self._is_applying = False
 
     def _apply(self, effect: PrefillEffect) -> None:
         match effect:

@@ -23,7 +23,7 @@ from pdrt.observe.worker_http import WorkerHttp
 from pdrt.prefill.handover import Handover, RoomEffect
 from pdrt.prefill.view import PrefillView
 from pdrt.protocol.effects import CloseRoom, OpenRoom, ReleaseSource
-from pdrt.protocol.gateway_messages import Inspect, Report
+from pdrt.protocol.gateway_messages import Inspect
 from pdrt.protocol.invariants import check_prefill
 from pdrt.protocol.messages import Drained, Fingerprint, FirstTokenData, Grant, Reason
 from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
@@ -283,22 +283,7 @@ class PrefillWorker:
         if not isinstance(request, Inspect):
             self.table.stale["not_for_prefill"] += 1
             return
-        broken: tuple[str, ...] = ()
-        if request.check:
-            try:
-                self.check()
-            except AssertionError as error:
-                broken = (f"{type(error).__name__}: {error}",)
-        self.links.report(
-            request.gateway,
-            Report(
-                worker=self.incarnation,
-                serial=request.serial,
-                metrics=self.view.render(),
-                status=self.view.status(),
-                broken=broken,
-            ),
-        )
+        self.links.answer(request, self.view, self.check)
 
     def check(self) -> None:
         """Raise AssertionError where an invariant is broken."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from pdrt.config import ProtocolConfig
 from pdrt.errors import ConfigError
@@ -36,6 +37,16 @@ UNANSWERED_SECONDS = 5.0
 MakeRegister = Callable[[int], Register]
 """Given a `seq`, what this worker says of itself."""
 Request = Submit | Cancel | Credit | Inspect
+
+
+class View(Protocol):
+    """What a worker shows of itself."""
+
+    def render(self) -> bytes:
+        """Prometheus text."""
+
+    def status(self) -> bytes:
+        """A JSON object."""
 
 
 class _Link:
@@ -117,10 +128,19 @@ class GatewayLinks:
         link = self._of(message.request.gateway)
         return link is not None and link.channel.send(encode(message))
 
-    def report(self, gateway: Incarnation, report: Report) -> None:
-        """Answer an `Inspect`."""
-        link = self._of(gateway)
+    def answer(self, inspect: Inspect, view: View, check: Callable[[], None]) -> None:
+        """Answer an `Inspect`; `check` raises AssertionError where an invariant is broken."""
+        broken: tuple[str, ...] = ()
+        if inspect.check:
+            try:
+                check()
+            except AssertionError as error:
+                broken = (f"{type(error).__name__}: {error}",)
+        link = self._of(inspect.gateway)
         if link is not None:
+            report = Report(
+                self._worker, inspect.serial, view.render(), view.status(), broken=broken
+            )
             link.channel.send(encode(report))
 
     def _of(self, gateway: Incarnation) -> _Link | None:

@@ -146,6 +146,29 @@ async def test_heartbeats_have_growing_seqs(gateway: Gateway, worker: Worker) ->
     assert gateway.seqs == sorted(set(gateway.seqs))
 
 
+class Shown:
+    def render(self) -> bytes:
+        return b"metrics"
+
+    def status(self) -> bytes:
+        return b"{}"
+
+
+async def test_a_broken_invariant_is_reported_only_when_asked_for(
+    gateway: Gateway, worker: Worker
+) -> None:
+    def check() -> None:
+        raise AssertionError("a page has two owners")
+
+    for serial, wanted in ((1, False), (2, True)):
+        inspect = Inspect(WORKER, serial, gateway.incarnation, wanted)
+        worker.links.answer(inspect, Shown(), check)
+    await until(lambda: sum(isinstance(m, Report) for m in gateway.heard) == 2, "both reports")
+    silent, told = (m for m in gateway.heard if isinstance(m, Report))
+    assert silent.broken == () and silent.metrics == b"metrics"
+    assert told.broken == ("AssertionError: a page has two owners",)
+
+
 async def test_what_is_asked_and_answered(gateway: Gateway, worker: Worker) -> None:
     asked: list[Request] = [
         Cancel(gateway.asks(), WORKER, "gone"),
@@ -158,7 +181,7 @@ async def test_what_is_asked_and_answered(gateway: Gateway, worker: Worker) -> N
     assert worker.requests == asked
     assert worker.links.send(Tokens(gateway.asks(), WORKER, 0, (7,)))
     assert worker.links.send(Finished(gateway.asks(), WORKER, FinishReason.STOP))
-    worker.links.report(gateway.incarnation, Report(WORKER, 1))
+    worker.links.answer(asked[-1], Shown(), lambda: None)  # type: ignore[arg-type]
     await until(
         lambda: (
             [type(m) for m in gateway.heard if not isinstance(m, Register)]
