@@ -246,6 +246,7 @@ class DecodeWorker:
             "request ended",
             extra={
                 "request": request.request,
+                "room": request.last_room or "-",
                 "outcome": reason.value,
                 "why": detail or "-",
                 "prompt": request.prompt_tokens,
@@ -382,7 +383,7 @@ class DecodeWorker:
                 # Pages that a forward uses stay where they are: the process ends with them.
                 end = self._tell_end if request.is_in_step else self._finish
                 end(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
-            self.loop.end(ExitCode.STOPPED, "left; what was running goes on elsewhere")
+            self.loop.end(ExitCode.STOPPED, "its time to finish is over")
 
     # What others see
 

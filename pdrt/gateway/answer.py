@@ -202,6 +202,7 @@ class Answer:
     def _log(self, stream: OutputStream, ending: _Ending) -> None:
         ttft = None if stream.first is None else round(stream.first - stream.opened, 4)
         facts = {
+            "request": f"{short(self._hub.incarnation)}/{stream.serial}",
             "prompt_tokens": len(self._job.submission.token_ids),
             "output_tokens": self._text.tokens,
             "cached_tokens": stream.cached_tokens,

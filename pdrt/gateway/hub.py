@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from pdrt.config import GatewayConfig
 from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
 from pdrt.gateway.inspection import Inspector
-from pdrt.gateway.registry import Registry
+from pdrt.gateway.registry import Registry, WorkerState
 from pdrt.gateway.requests import Requests
 from pdrt.gateway.router import Demand, Route, choose_route
 from pdrt.gateway.stream import OutputStream
@@ -105,6 +105,9 @@ class Hub:
             log.warning("%s is refused: %s", who, reply.refusal)
         elif after.state is not before:
             log.info("%s is %s", after.name, after.state.value)
+            if after.state is WorkerState.LIVE:
+                for mismatch in self.registry.mismatches(after):
+                    log.warning(mismatch)
 
     def on_tick(self) -> None:
         """Every `TICK_SECONDS`, after all inbound frames were dispatched."""

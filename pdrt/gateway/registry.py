@@ -215,6 +215,18 @@ class Registry:
             return [f"{worker.name}: {r}" for r in worker.register.reasons or ("not healthy",)]
         return []
 
+    def mismatches(self, worker: Worker) -> list[str]:
+        """Live workers of the other role that `worker` can never be paired with, and why."""
+        role, other = worker.register.role, Role.PREFILL
+        if role is Role.PREFILL:
+            other = Role.DECODE
+        found: list[str] = []
+        for peer in self._of_role(other):
+            if differences := worker.register.fingerprint.differences(peer.register.fingerprint):
+                what = ", ".join(differences)
+                found.append(f"{worker.name} and {peer.name} cannot be paired: {what}")
+        return found[:REASONS_MAX]
+
     def _pair_complaints(self, prefill: Worker, decode: Worker) -> list[str]:
         differences = prefill.register.fingerprint.differences(decode.register.fingerprint)
         if differences:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Tokenizer:
         # Broken files make transformers and tokenizers raise anything, plain Exception included.
         except Exception as error:
             raise ModelError(f"cannot load the tokenizer in {directory}: {error}") from error
+        # Whoever calls bounds the length; the library's own warning would name another bound.
+        self._inner.model_max_length = sys.maxsize
         self.vocab_size: int = len(self._inner)
         self.has_chat_template = self._inner.chat_template is not None
 

@@ -44,6 +44,8 @@ class DecodeRequest:
         """Of arrival on this worker; the youngest is preempted first."""
         self.room: RoomId | None = None
         """Exactly while PREFILLING."""
+        self.last_room: RoomId | None = None
+        """For the log: what the prefill worker calls it."""
         self.pages: list[int] = []
         """Exactly while RUNNING; covers `computed` tokens."""
         self.computed = 0
@@ -171,7 +173,7 @@ class DecodeScheduler:
         assert self._queue[0] == request.request, request.request
         self._queue.popleft()
         request.state = RequestState.PREFILLING
-        request.room = room
+        request.room = request.last_room = room
         self._phase(request, "queued", now)
 
     def requeue(self, request: DecodeRequest, now: float) -> None:

@@ -28,6 +28,7 @@ class PrefillJob:
         self.grant = grant
         self.queued_at = queued_at
         self.started_at: float | None = None
+        """When the first chunk was planned."""
         self.pages: list[int] = []
         """Source pages of the whole prompt; empty until it starts."""
         self.computed = 0
@@ -95,20 +96,21 @@ class PrefillScheduler:
 
     def plan(self, take: TakePages, now: float) -> list[Chunk]:
         """The next step's chunks; empty when nothing can run (no work, or no free pages)."""
-        self._start_waiting(take, now)
+        self._start_waiting(take)
         chunks: list[Chunk] = []
         budget = self._tokens_max
         for job in self._started.values():
             if not budget or len(chunks) == self._rows_max:
                 break
             count = min(budget, job.remaining)
+            job.started_at = now if job.started_at is None else job.started_at
             end = job.computed + count
             is_last = end == len(job.grant.token_ids)
             chunks.append(Chunk(job.room, job.computed, end, is_last))
             budget -= count
         return chunks
 
-    def _start_waiting(self, take: TakePages, now: float) -> None:
+    def _start_waiting(self, take: TakePages) -> None:
         """Give pages to the oldest waiting rooms. Nobody overtakes: a long prompt is not starved
         by short ones."""
         while self._waiting and len(self._started) < self._rows_max:
@@ -117,7 +119,6 @@ class PrefillScheduler:
                 job.pages = take(job.room, self._layout.pages_for(len(job.grant.token_ids)))
             except PoolExhausted:
                 return
-            job.started_at = now
             self._waiting.popleft()
             self._started[job.room] = job
 

@@ -163,3 +163,20 @@ def test_readiness_says_why_not(registry: Registry, messages: list, reasons: lis
 
 def test_an_unlisted_event_raises_and_changes_nothing() -> None:
     assert (WorkerState.LOST, WorkerEvent.SILENT) not in registry_module.TRANSITIONS
+
+
+def test_workers_that_can_never_be_paired_are_named_also_when_others_serve(
+    registry: Registry,
+) -> None:
+    for message in (prefill(1), decode(9, pairs=(1,))):
+        registry.on_register(message, 0.0)
+    odd = prefill(2, fingerprint=fingerprint(page_size=32))
+    registry.on_register(odd, 0.0)
+    assert registry.readiness()[0]
+    assert registry.mismatches(registry.workers[odd.worker]) == [
+        "prefill 0000000000000002 and decode 0000000000000009 cannot be paired: page_size: 32 != 16"
+    ]
+    assert registry.mismatches(registry.workers[decode(9).worker]) == [
+        "decode 0000000000000009 and prefill 0000000000000002 cannot be paired: page_size: 16 != 32"
+    ]
+    assert registry.mismatches(registry.workers[prefill(1).worker]) == []
