@@ -16,6 +16,7 @@ from pdrt.kv.pages import PageTable
 from pdrt.model.executor import Executor
 from pdrt.observe.counters import CounterBridge
 from pdrt.observe.metrics import Metrics
+from pdrt.observe.steps import step_complaints
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.protocol.gateway_messages import Register, Role
 from pdrt.protocol.leases import Lease, LeaseState, LeaseTable
@@ -23,8 +24,6 @@ from pdrt.protocol.messages import Fingerprint, Load
 from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.transfer.gateway_link import GatewayLinks
 
-STEP_SECONDS_MAX = 60.0
-"""A forward that takes longer makes the worker unhealthy until it returns."""
 ROWS_MAX = 1000
 """Leases and requests listed in a status; the rest is counted."""
 
@@ -77,9 +76,7 @@ class DecodeView:
         now = time.monotonic()
         refusal = self._worker.table.refuses(now)
         complaints = [refusal] if refusal is not None else []
-        if (seconds := self._worker.executor.step_age(now)) > STEP_SECONDS_MAX:
-            complaints.append(f"a forward has been running for {seconds:.0f} s")
-        return complaints
+        return complaints + step_complaints(self._worker.executor.step_age(now))
 
     def refused_pairs(self) -> tuple[str, ...]:
         """Prefill workers that it cannot be paired with, and why."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import uvloop
@@ -46,14 +45,9 @@ from pdrt.scheduling.decode import (
 )
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalReceiver
-from pdrt.transfer.worker_loop import ExitCode, WorkerLoop, exit_now
+from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
 log = logging.getLogger(__name__)
-
-Announce = Callable[[dict[str, Any]], None]
-
-CHECK_SECONDS = 5.0
-"""An idle worker checks all its invariants this often."""
 
 
 def run(config: WorkerConfig, announce: Announce) -> NoReturn:

@@ -15,6 +15,7 @@ from pdrt.kv.pages import PageTable
 from pdrt.model.executor import Executor
 from pdrt.observe.counters import CounterBridge
 from pdrt.observe.metrics import Metrics
+from pdrt.observe.steps import step_complaints
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.prefill.handover import Handover
 from pdrt.protocol.gateway_messages import Register, Role
@@ -23,8 +24,6 @@ from pdrt.protocol.rooms import RoomState, RoomTable
 from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.transfer.gateway_link import GatewayLinks
 
-STEP_SECONDS_MAX = 60.0
-"""A forward that takes longer makes the worker unhealthy until it returns."""
 ROWS_MAX = 1000
 """Rooms listed in a status; the rest is counted."""
 
@@ -74,9 +73,7 @@ class PrefillView:
         complaints: list[str] = []
         if self._worker.table.peers.is_full:
             complaints.append("decode_incarnations_max is reached: it drains and exits")
-        if (seconds := self._worker.executor.step_age(time.monotonic())) > STEP_SECONDS_MAX:
-            complaints.append(f"a forward has been running for {seconds:.0f} s")
-        return complaints
+        return complaints + step_complaints(self._worker.executor.step_age(time.monotonic()))
 
     def register(self, seq: int) -> Register:
         """What it tells its gateways."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import uvloop
@@ -32,14 +31,10 @@ from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalSender
 from pdrt.transfer.processes import this_process
 from pdrt.transfer.room_task import ForwardEnded, ForwardStarted, PagesFinished
-from pdrt.transfer.worker_loop import ExitCode, WorkerLoop, exit_now
+from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
 log = logging.getLogger(__name__)
 
-Announce = Callable[[dict[str, Any]], None]
-
-CHECK_SECONDS = 5.0
-"""An idle worker checks all its invariants this often."""
 DRAIN_SECONDS_MAX = 5.0
 """What rooms may take to drain at exit, after their time to finish is over."""
 

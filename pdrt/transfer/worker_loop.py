@@ -20,6 +20,11 @@ from pdrt.protocol.clock import TICK_SECONDS
 
 log = logging.getLogger(__name__)
 
+Announce = Callable[[dict[str, Any]], None]
+"""Told once, when a worker is up, where it is to be found."""
+
+CHECK_SECONDS = 5.0
+"""An idle worker checks all its invariants this often."""
 LAST_WORDS_SECONDS = 0.1
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pdrt.decode.view import STEP_SECONDS_MAX
 from pdrt.ids import RequestId
 from pdrt.kv.pages import Owner, OwnerKind
+from pdrt.observe.steps import STEP_SECONDS_MAX
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.protocol.messages import Reason
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
