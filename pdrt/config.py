@@ -89,6 +89,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "dummy"], _doc("dummy: random weights of the model's shape")
     ] = "auto"
+    quantization: Annotated[
+        str | None, _doc("quantize the weights while loading; see the README for the kinds")
+    ] = None
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +119,46 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_tokens_max: Annotated[
         Count, _doc("tokens a client may leave unread before its sequence pauses")
     ] = 256
+    enable_prefix_caching: Annotated[
+        bool, _doc("keep computed pages for prompts that begin alike")
+    ] = True
+
+
+class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What those who run it see."""
+
+    log_level: Annotated[LogLevel, _doc("log level")] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], _doc("log lines for people, or one JSON object a line")
+    ] = "text"
+    otlp_endpoint: Annotated[
+        str | None,
+        _doc("send OpenTelemetry traces to this OTLP/HTTP URL; 'console' prints them to stderr"),
+    ] = None
+
+
+class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients may do."""
+
+    api_key: Annotated[
+        tuple[str, ...],
+        _doc("clients must send one of these as a bearer token; repeat for several"),
+    ] = ()
+    cors_origin: Annotated[
+        tuple[str, ...], _doc("web origins that may call this, or *; repeat for several")
+    ] = ()
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"],
+        _doc("how tool calls are found in the output; auto asks the chat template"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "think"],
+        _doc("how reasoning is told from the answer; auto asks the chat template"),
+    ] = "auto"
+    body_bytes_max: Annotated[Count, _doc("largest HTTP body")] = 4 * 1024 * 1024
+    choices_max: Annotated[Count, _doc("prompts times n of one request at most")] = 128
+    logprobs_max: Annotated[int, _doc("most likely tokens reported per token at most")] = 20
+    grammar_bytes_max: Annotated[Count, _doc("largest schema, regex or grammar")] = 64 * 1024
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,10 +171,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[Port, _doc("bootstrap channel port (prefill); 0 picks one")] = 0
     metrics_port: Annotated[Port, _doc("HTTP port of /metrics, /health, /ready; 0 picks one")] = 0
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
-    log_level: Annotated[LogLevel, _doc("log level")] = "info"
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    observe: ObserveConfig = ObserveConfig()
     protocol: ProtocolConfig = ProtocolConfig()
 
 
@@ -142,17 +185,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[Port, _doc("HTTP port; 0 picks one")] = 8000
     worker_host: Annotated[str, _doc("address that workers dial")] = "127.0.0.1"
     worker_port: Annotated[Port, _doc("port that workers dial (--gateway HOST:PORT)")] = 8001
-    api_key: Annotated[str | None, _doc("clients must send it as a bearer token")] = None
     model: Annotated[str, _doc("model whose tokenizer is used; must be the workers' model")] = (
         "smollm2-135m-instruct"
     )
     served_model_name: Annotated[str | None, _doc("name clients use")] = None
-    body_bytes_max: Annotated[Count, _doc("largest HTTP body")] = 4 * 1024 * 1024
     requests_max: Annotated[Count, _doc("requests in flight before 429")] = 4096
     workers_max: Annotated[Count, _doc("workers that may register")] = 4096
     attempts_max: Annotated[Count, _doc("decode workers one request may be sent to")] = 3
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
-    log_level: Annotated[LogLevel, _doc("log level")] = "info"
+    api: ApiConfig = ApiConfig()
+    observe: ObserveConfig = ObserveConfig()
     protocol: ProtocolConfig = ProtocolConfig()
 
 
@@ -162,13 +204,13 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, _doc("HTTP address to bind to")] = "127.0.0.1"
     port: Annotated[Port, _doc("HTTP port; 0 picks one")] = 8000
     worker_port: Annotated[Port, _doc("port that more workers can dial; 0 picks one")] = 0
-    api_key: Annotated[str | None, _doc("clients must send it as a bearer token")] = None
     prefill_workers: Annotated[Count, _doc("prefill workers")] = 1
     decode_workers: Annotated[Count, _doc("decode workers")] = 1
     ready_timeout: Annotated[Seconds, _doc("seconds to wait for the first full pair")] = 300.0
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
-    log_level: Annotated[LogLevel, _doc("log level")] = "info"
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    api: ApiConfig = ApiConfig()
+    observe: ObserveConfig = ObserveConfig()
     protocol: ProtocolConfig = ProtocolConfig()

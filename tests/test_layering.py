@@ -2,7 +2,7 @@
 
     base ← protocol, kv ← scheduling, transfer, model ← prefill, decode ← gateway ← cli
 
-`base` is ids, errors, config and sampling. docs/architecture.md gives the reasons.
+`base` is ids, errors, config, sampling and context. docs/architecture.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pdrt"
 
-BASE = {"ids", "errors", "config", "sampling"}
+BASE = {"ids", "errors", "config", "sampling", "context"}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "kv": BASE,
@@ -28,13 +28,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decode": BASE | {"kv", "protocol", "scheduling", "transfer", "model", "observe"},
 }
 # Left of it are the workers too, but it holds no KV: it knows their messages only.
-MAY_IMPORT["gateway"] = BASE | {"protocol", "transfer.channel", "model", "observe"}
+MAY_IMPORT["gateway"] = BASE | {"protocol", "kv.prefix", "transfer.channel", "model", "observe"}
 MAY_IMPORT["cli"] = MAY_IMPORT["prefill"] | {"prefill", "decode", "gateway"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = set()
 """By first part of a module's name below `pdrt`; each may import itself too."""
 
-PURE = ("protocol", "scheduling", "kv/layout.py", "kv/pages.py", "gateway/router.py")
+PURE = (
+    "protocol",
+    "scheduling",
+    "kv/layout.py",
+    "kv/pages.py",
+    "kv/prefix.py",
+    "gateway/router.py",
+)
 IMPURE_MODULES = {
     "asyncio", "concurrent", "logging", "multiprocessing", "numpy", "os", "queue", "random",
     "secrets", "selectors", "signal", "socket", "subprocess", "threading", "time", "torch",

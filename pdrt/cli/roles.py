@@ -63,7 +63,7 @@ def run_gateway(arguments: Sequence[str]) -> int:
 def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig]) -> Announce:
     if request.parent_pid is not None:
         die_with_parent(request.parent_pid)
-    setup_logging(role, request.config.log_level)
+    setup_logging(role, request.config.observe.log_level)
     if request.announce_fd is not None:
         return announce_to(request.announce_fd)
     return _print_announcement

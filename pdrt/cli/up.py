@@ -139,7 +139,7 @@ async def _watch_ready(
     said: list[str] = []
     reasons = ["not asked yet"]
     while (age := time.monotonic() - started) < config.ready_timeout:
-        reasons = await _reasons_not_ready(roles.url, config.api_key)
+        reasons = await _reasons_not_ready(roles.url, next(iter(config.api.api_key), None))
         if not reasons:
             terminal.show(_banner(config, roles, age))
             return
@@ -174,7 +174,7 @@ def _banner(config: UpConfig, roles: Roles, age_seconds: float) -> str:
             "stream": True,
         }
     ).decode()
-    key = "" if config.api_key is None else '  -H "Authorization: Bearer $PDRT_API_KEY" \\\n'
+    key = "" if not config.api.api_key else '  -H "Authorization: Bearer $PDRT_API_KEY" \\\n'
     other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     return (
         f"\n{name} is ready at {url} after {age_seconds:.1f} s. Try it:\n\n"

@@ -25,6 +25,7 @@ from pdrt.observe.worker_http import WorkerHttp
 from pdrt.protocol.gateway_messages import (
     Cancel,
     Credit,
+    Drain,
     Finished,
     FinishReason,
     Inspect,
@@ -145,6 +146,8 @@ class DecodeWorker:
                 self._cancel(request)
             case Credit():
                 self._credit(request)
+            case Drain():
+                self._leave()
             case Inspect():
                 self.links.answer(request, self.view, self.check)
 
@@ -357,6 +360,9 @@ class DecodeWorker:
                     self._finish(request, FinishReason.UNAVAILABLE, "no prefill worker is paired")
 
     def _leave(self) -> None:
+        """Idempotent: SIGTERM and `Drain` may both come, again and again."""
+        if self.is_leaving:
+            return
         now = time.monotonic()
         log.info("leaving", extra={"requests": len(self.scheduler.requests)})
         self._leave_by = now + self.config.shutdown_timeout

@@ -34,7 +34,7 @@ def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
     ]
     app = Starlette(
         routes=routes,
-        middleware=[] if config.api_key is None else [Middleware(ApiKey, key=config.api_key)],
+        middleware=[Middleware(ApiKey, keys=config.api.api_key)] if config.api.api_key else [],
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,

@@ -56,7 +56,7 @@ class Completions:
         self._check_room()
         self._preparing += 1
         try:
-            body = await read_body(request, self._config.body_bytes_max)
+            body = await read_body(request, self._config.api.body_bytes_max)
             generation, token_ids = await self._model.prepare(body, parse)
             submission = self._submission(generation, token_ids, deadline)
         finally:

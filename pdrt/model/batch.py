@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from pdrt.kv.layout import KvLayout
-from pdrt.sampling import Sampling
+from pdrt.sampling import Sampling, TokenLogprobs
+
+
+class Matcher(Protocol):
+    """How far one output has come in its grammar. Owned by one request, used by one step at a
+    time; its state is a function of the output tokens, so that a resumed request makes a new one.
+    """
+
+    def advance(self, output_ids: Sequence[int]) -> None:
+        """Take in what is new in `output_ids`, the whole output so far: longer than at the last
+        call, or the same."""
+
+    def fill(self, bitmask: Any, row: int) -> None:
+        """Set row `row` of an int32 (rows, ceil(vocabulary / 32)) bitmask to the tokens that may
+        come next: never none of them."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -23,6 +38,16 @@ class Row(msgspec.Struct, frozen=True):
     """How to draw the token after the last one, or None for none (all chunks but the last)."""
     output_tokens: int = 0
     """Output tokens that exist already; for `Sampling.min_tokens`."""
+    history: Sequence[int] = ()
+    """Where `Sampling.needs_history`: all `end` tokens of the sequence so far, prompt then output
+    (the last `output_tokens` of them). Not changed by anybody while the step runs."""
+    matcher: Matcher | None = None
+    """Exactly where `sampling.grammar` is set."""
+    scored: Sequence[int] = ()
+    """Tokens that follow this row's first ones in the prompt, to be scored: the i-th one is at
+    position `start + i + 1`. At most as many as `token_ids`; fewer at the prompt's end."""
+    scored_top: int = 0
+    """How many of the most likely tokens to report at each scored position."""
 
     @property
     def end(self) -> int:
@@ -37,6 +62,10 @@ class StepResult(msgspec.Struct, frozen=True):
     """Per row, as given: the sampled token, or None where none was asked for."""
     seconds: float
     """Time the step took on the compute thread."""
+    logprobs: list[TokenLogprobs | None]
+    """Per row: of the sampled token, where `Sampling.logprobs` asks for it."""
+    scores: list[tuple[TokenLogprobs, ...]]
+    """Per row: one per token of `Row.scored`."""
 
 
 def validate_rows(rows: Sequence[Row], layout: KvLayout, pages: int, max_model_len: int) -> None:

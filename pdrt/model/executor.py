@@ -127,7 +127,9 @@ class Executor:
             drawn = self._sample(context, rows, logits)
             for index, token in zip(context.sampled, drawn, strict=True):
                 tokens[index] = token
-        return StepResult(tokens, time.perf_counter() - started)
+        return StepResult(
+            tokens, time.perf_counter() - started, [None] * len(rows), [()] * len(rows)
+        )
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Logits (sampled rows, vocabulary) of a step. On the compute thread."""

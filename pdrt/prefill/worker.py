@@ -22,7 +22,7 @@ from pdrt.observe.worker_http import WorkerHttp
 from pdrt.prefill.handover import Handover, RoomEffect
 from pdrt.prefill.view import PrefillView
 from pdrt.protocol.effects import CloseRoom, OpenRoom, ReleaseSource
-from pdrt.protocol.gateway_messages import Inspect
+from pdrt.protocol.gateway_messages import Drain, Inspect
 from pdrt.protocol.invariants import check_prefill
 from pdrt.protocol.messages import Drained, Fingerprint, FirstTokenData, Grant, Reason
 from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
@@ -257,6 +257,9 @@ class PrefillWorker:
             self._leave_when_done(self._leave_by, now)
 
     def _leave(self) -> None:
+        """Idempotent: SIGTERM and `Drain` may both come, again and again."""
+        if self.is_leaving:
+            return
         now = time.monotonic()
         log.info("leaving", extra={"rooms": len(self.table.rooms)})
         self._leave_by = now + self.config.shutdown_timeout
@@ -275,10 +278,13 @@ class PrefillWorker:
     # What others ask
 
     def _on_request(self, request: Request) -> None:
-        if not isinstance(request, Inspect):
-            self.table.stale["not_for_prefill"] += 1
-            return
-        self.links.answer(request, self.view, self.check)
+        match request:
+            case Inspect():
+                self.links.answer(request, self.view, self.check)
+            case Drain():
+                self._leave()
+            case _:
+                self.table.stale["not_for_prefill"] += 1
 
     def check(self) -> None:
         """Raise AssertionError where an invariant is broken."""

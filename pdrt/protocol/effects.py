@@ -17,6 +17,7 @@ from pdrt.protocol.messages import (
     Reason,
     Segment,
 )
+from pdrt.sampling import TokenLogprobs
 
 # Of the decode half
 
@@ -91,6 +92,7 @@ class LeaseReady(msgspec.Struct, frozen=True):
 
     room: RoomId
     bytes_written: int
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class FailRoom(msgspec.Struct, frozen=True):

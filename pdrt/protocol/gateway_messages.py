@@ -11,9 +11,10 @@ from enum import Enum
 
 import msgspec
 
+from pdrt.context import RequestContext
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.messages import Fingerprint, Load
-from pdrt.sampling import Sampling
+from pdrt.sampling import Sampling, TokenLogprobs
 
 
 class Role(Enum):
@@ -89,6 +90,21 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int | None = None
     """Of the prompt, found in a prefix cache; said with the first token at least. A stream that
     ends at a stop string has its usage from here, as no `Finished` is waited for."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token where `Sampling.logprobs` asks for them; else empty."""
+    prefill: Incarnation | None = None
+    """Who computed the prompt; said with the first token."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+    """Of every prompt token but the first, once per attempt whose `Sampling.prompt_logprobs` asks
+    for them, and before its `Finished`."""
+
+    request: RequestId
+    worker: Incarnation
+    logprobs: tuple[TokenLogprobs, ...]
+    cached_tokens: int = 0
+    prefill: Incarnation | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -145,6 +161,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Counted from receipt."""
     prefill_endpoints: tuple[str, ...]
     """In order of preference."""
+    cache_salt: str = ""
+    """Prefixes are shared between requests of the same salt only."""
+    context: RequestContext = RequestContext()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -172,5 +191,12 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     check: bool = False
 
 
-WorkerToGateway = Register | Tokens | Finished | Report
-GatewayToWorker = Registered | Submit | Cancel | Credit | Inspect
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Take no new requests, finish those you have, and leave: as SIGTERM does. Idempotent."""
+
+    worker: Incarnation
+    gateway: Incarnation
+
+
+WorkerToGateway = Register | Tokens | PromptLogprobs | Finished | Report
+GatewayToWorker = Registered | Submit | Cancel | Credit | Inspect | Drain

@@ -17,6 +17,7 @@ from enum import Enum
 import msgspec
 
 from pdrt.config import ProtocolConfig
+from pdrt.context import RequestContext
 from pdrt.ids import Incarnation, RoomId
 from pdrt.protocol.effects import (
     DecodeEffect,
@@ -105,6 +106,8 @@ class GrantRequest(msgspec.Struct, frozen=True):
     output_tokens: int
     sampling: Sampling
     seconds_max: float
+    cache_salt: str = ""
+    context: RequestContext = RequestContext()
 
 
 class DecodeWorkerInfo(msgspec.Struct, frozen=True):
@@ -252,6 +255,8 @@ class LeaseTable:
             output_tokens=request.output_tokens,
             sampling=request.sampling,
             seconds_max=request.seconds_max,
+            cache_salt=request.cache_salt,
+            context=request.context,
         )
         lease = self.leases[room] = Lease(room, endpoint, grant, request, now)
         self._by_endpoint.setdefault(endpoint, {})[room] = lease
@@ -329,7 +334,7 @@ class LeaseTable:
         self._remove(lease)
         return [
             *effects,
-            LeaseReady(lease.room, message.bytes_written),
+            LeaseReady(lease.room, message.bytes_written, message.prompt_logprobs),
             *self._let_go(lease.endpoint, now),
         ]
 

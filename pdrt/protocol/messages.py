@@ -12,11 +12,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdrt.context import RequestContext
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.layout import KvLayout
-from pdrt.sampling import Sampling
+from pdrt.sampling import Sampling, TokenLogprobs
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 Natural = Annotated[int, Meta(ge=0)]
 """A count, an index or a page; a frame with a negative one does not decode."""
 
@@ -126,7 +127,9 @@ class FirstTokenData(msgspec.Struct, frozen=True):
     prompt_tokens: int
     """Tokens that the grant carried."""
     cached_tokens: int = 0
-    """Of those, found in the prefill worker's prefix cache."""
+    """Of those, found in the prefill worker's prefix cache: not computed for this room."""
+    logprobs: TokenLogprobs | None = None
+    """Where `Sampling.logprobs` asks for them."""
 
 
 # Decode leader -> prefill leader
@@ -164,6 +167,9 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     seconds_max: float
     """How long the room may take, counted from receipt."""
+    cache_salt: str = ""
+    """Prefixes are shared between requests of the same salt only."""
+    context: RequestContext = RequestContext()
 
 
 class Revoke(msgspec.Struct, frozen=True, tag=True):
@@ -217,6 +223,9 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     first: FirstTokenData | None = None
     detail: str = ""
     """Words for a person."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """When COMPLETE and `Sampling.prompt_logprobs` asks for them: of every prompt token (output
+    tokens that the grant carried left out) but the first."""
 
 
 DecodeToPrefill = Hello | Grant | Revoke

@@ -41,6 +41,7 @@ from pdrt.protocol.messages import (
 )
 from pdrt.protocol.ranks import RankWatch
 from pdrt.protocol.room_writer import RankEnd
+from pdrt.sampling import TokenLogprobs
 
 
 class RoomState(Enum):
@@ -88,6 +89,7 @@ class Room:
         self.opened_at = now
         self.deadline = now + grant.seconds_max
         self.first: FirstTokenData | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.reason: Reason | None = None
         """The first reason for closing; it stays."""
         self.detail = ""
@@ -195,6 +197,11 @@ class RoomTable:
         record.first = first
         return [SendToDecode(room.decode, FirstToken(room, self.worker.incarnation, first))]
 
+    def scored(self, room: RoomId, prompt_logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """What the last chunk's `Drained` will say of the prompt; before the room has ended."""
+        if record := self.rooms.get(room):
+            record.prompt_logprobs = prompt_logprobs
+
     def end_room(self, room: RoomId, reason: Reason, detail: str = "") -> list[PrefillEffect]:
         """Close a room on every rank: revoked, or of this worker's own accord. Idempotent."""
         record = self.rooms.get(room)
@@ -245,6 +252,7 @@ class RoomTable:
             bytes_written=sum(end.bytes_written for end in record.ends.values()),
             first=record.first,
             detail=record.detail,
+            prompt_logprobs=record.prompt_logprobs if outcome is Outcome.COMPLETE else (),
         )
         del self.rooms[record.room]
         is_unsettled = outcome is Outcome.UNSETTLED

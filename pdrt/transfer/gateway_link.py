@@ -16,9 +16,11 @@ from pdrt.protocol.codec import encode
 from pdrt.protocol.gateway_messages import (
     Cancel,
     Credit,
+    Drain,
     Finished,
     GatewayToWorker,
     Inspect,
+    PromptLogprobs,
     Register,
     Registered,
     Report,
@@ -36,7 +38,7 @@ UNANSWERED_SECONDS = 5.0
 
 MakeRegister = Callable[[int], Register]
 """Given a `seq`, what this worker says of itself."""
-Request = Submit | Cancel | Credit | Inspect
+Request = Submit | Cancel | Credit | Inspect | Drain
 
 
 class View(Protocol):
@@ -123,7 +125,7 @@ class GatewayLinks:
             for link in self._links
         ]
 
-    def send(self, message: Tokens | Finished) -> bool:
+    def send(self, message: Tokens | PromptLogprobs | Finished) -> bool:
         """To the gateway that owns the request; False when it is gone or its queue is full."""
         link = self._of(message.request.gateway)
         return link is not None and link.channel.send(encode(message))
@@ -174,7 +176,7 @@ class GatewayLinks:
 
     @staticmethod
     def _asker(request: Request) -> Incarnation:
-        return request.gateway if isinstance(request, Inspect) else request.request.gateway
+        return request.gateway if isinstance(request, Inspect | Drain) else request.request.gateway
 
     def _registered(self, link: _Link, message: Registered) -> None:
         registration = link.registration

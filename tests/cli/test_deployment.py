@@ -12,7 +12,7 @@ from pdrt.cli.cores import Share, ranges, share_cores
 from pdrt.cli.deployment import child_environment, deployment_of, served_name, visible_gpus
 from pdrt.cli.up import reachable
 from pdrt.cli.validate import validate
-from pdrt.config import DeviceConfig, ModelConfig, UpConfig
+from pdrt.config import ApiConfig, DeviceConfig, ModelConfig, ObserveConfig, UpConfig
 from pdrt.model.resources import parse_id_list
 
 TWO = [Share((0,), 1), Share((1,), 1)]
@@ -48,16 +48,21 @@ def test_shares_cover_all_cores_once_when_there_are_enough(cpus: set[int], worke
 
 
 def test_configs_of_the_roles() -> None:
-    up = UpConfig(host="0.0.0.0", port=9000, api_key="k", log_level="debug")
+    up = UpConfig(
+        host="0.0.0.0",
+        port=9000,
+        api=ApiConfig(api_key=("k",)),
+        observe=ObserveConfig(log_level="debug"),
+    )
     deployment = deployment_of(up, Path("/models/smol"), TWO, gpus=())
     assert deployment.names == ("gateway", "prefill-0", "decode-0")
     gateway = deployment.gateway
-    assert (gateway.host, gateway.port, gateway.api_key) == ("0.0.0.0", 9000, "k")
+    assert (gateway.host, gateway.port, gateway.api.api_key) == ("0.0.0.0", 9000, ("k",))
     assert (gateway.worker_host, gateway.worker_port) == ("127.0.0.1", 0)
     assert (gateway.model, gateway.served_model_name) == ("/models/smol", "smollm2-135m-instruct")
     validate(gateway, has_cuda=False)
     decode = deployment.workers["decode-0"]
-    assert (decode.host, decode.port, decode.log_level) == ("127.0.0.1", 0, "debug")
+    assert (decode.host, decode.port, decode.observe.log_level) == ("127.0.0.1", 0, "debug")
     assert (decode.model.model, decode.device.cpus, decode.device.threads) == (
         "/models/smol",
         "1",

@@ -467,7 +467,7 @@ async def test_its_time_is_up_in_the_turn_in_which_a_step_ends(
     await until(lambda: rows, "a step")
     pair.decode.loop._leave()
     assert pair.decode._leave_by is not None
-    step.set_result(StepResult([7], 0.0))
+    step.set_result(StepResult([7], 0.0, [None], [()]))
     pair.decode._leave_when_done(pair.decode._leave_by + 1)
     assert await pair.deployment.exit_code(pair.decode) is ExitCode.STOPPED
     assert (await stream.end()).reason is FinishReason.UNAVAILABLE

@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from pdrt.config import GatewayConfig, ProtocolConfig
+from pdrt.config import ApiConfig, GatewayConfig, ProtocolConfig
 from pdrt.gateway.served_model import ServedModel
 from pdrt.gateway.server import serve
 from pdrt.model.identity import ModelIdentity
@@ -122,9 +122,10 @@ def deploy(tokenizer: Tokenizer) -> Iterator[Deploy]:
     @asynccontextmanager
     async def start(**fields: Any) -> AsyncIterator[Deployment]:
         max_model_len = fields.pop("max_model_len", 512)
+        api = ApiConfig(**fields.pop("api", {}))
         protocol = ProtocolConfig(silence_seconds=0.5, **fields.pop("protocol", {}))
         config = GatewayConfig(
-            port=0, worker_port=0, shutdown_timeout=0.2, protocol=protocol, **fields
+            port=0, worker_port=0, shutdown_timeout=0.2, protocol=protocol, api=api, **fields
         )
         identity = ModelIdentity(
             "tiny", "d1", max_model_len, tokenizer.vocab_size, (EOS_ID,), "LlamaForCausalLM"
@@ -163,5 +164,5 @@ async def _check(deployment: Deployment) -> None:
 
 @pytest.fixture
 async def deployment(deploy: Deploy) -> AsyncIterator[Deployment]:
-    async with asyncio.timeout(3 * HANG_SECONDS), deploy(api_key=KEY) as made:
+    async with asyncio.timeout(3 * HANG_SECONDS), deploy(api={"api_key": (KEY,)}) as made:
         yield made

@@ -181,7 +181,7 @@ async def test_unknown_paths_and_methods(deployment: Deployment) -> None:
 
 
 async def test_a_body_over_the_limit(deploy: Deploy) -> None:
-    async with deploy(body_bytes_max=1000) as deployment:
+    async with deploy(api={"body_bytes_max": 1000}) as deployment:
         response = await deployment.http.post("/v1/completions", content=b"x" * 1001)
         assert response.status_code == 413
 

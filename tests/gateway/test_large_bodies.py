@@ -18,7 +18,7 @@ from pdrt.model.identity import ModelIdentity
 from pdrt.model.tokenizer import Tokenizer
 from tests.gateway.conftest import Deployment
 
-BYTES_MAX = GatewayConfig().body_bytes_max
+BYTES_MAX = GatewayConfig().api.body_bytes_max
 CONTEXT = 1 << 20
 CPU_SECONDS_MAX = 1.0
 """Of one body; each takes a tenth of it here, and took seconds when it was no refusal."""

@@ -12,9 +12,11 @@ import openai
 import pytest
 
 from pdrt.protocol.gateway_messages import FinishReason, Role, Submit
+from pdrt.protocol.messages import PROTOCOL_VERSION
 from tests.gateway.conftest import KEY, Deploy, Deployment, eventually
 from tests.gateway.stand_in import StandIn, begins, says
 
+VERSION = bytes([PROTOCOL_VERSION])
 TEXT = "The quick brown 🙂 fox jumps over the lazy dog, and then 👩‍👩‍👧 again."
 
 
@@ -158,7 +160,7 @@ async def test_credit_follows_the_reader(deployment: Deployment) -> None:
 
 async def test_a_client_that_does_not_read_gets_no_credit(deploy: Deploy) -> None:
     tokens_max = 100_000
-    async with deploy(max_model_len=1 << 20, api_key=KEY) as deployment:
+    async with deploy(max_model_len=1 << 20, api={"api_key": (KEY,)}) as deployment:
         _, decode = await deployment.pair()
         said = 0
 
@@ -205,7 +207,7 @@ async def _ask(
 async def test_bad_frames_harm_nobody(deployment: Deployment) -> None:
     _, decode = await deployment.pair()
     decode.on_submit = says(decode, deployment.ids(TEXT))
-    for frame in (b"", b"\x01", b"\xff" * 100, b"\x01\x93"):
+    for frame in (b"", VERSION, b"\xff" * 100, VERSION + b"\x93"):
         decode.send_raw(frame)
     honest = decode.worker
     decode.send(msgspec.structs.replace(decode.register, worker=12345))

@@ -141,7 +141,9 @@ class StandInExecutor:
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("the forward failed on purpose")
-            return StepResult([self._compute(row) for row in rows], 0.0)
+            return StepResult(
+                [self._compute(row) for row in rows], 0.0, [None] * len(rows), [()] * len(rows)
+            )
         finally:
             self._is_running = False
 

@@ -54,6 +54,8 @@ def values(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(cls)
         case inspect.VarTupleType(item):
             return st.lists(values(item), max_size=3).map(tuple)
+        case inspect.TupleType(items):
+            return st.tuples(*[values(x) for x in items])
         case inspect.DictType(key, value):
             return st.dictionaries(values(key), values(value), max_size=3)
         case inspect.UnionType(types):

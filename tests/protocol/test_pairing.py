@@ -19,7 +19,7 @@ from pdrt.protocol.effects import (
     OpenSegment,
     SendToPrefill,
 )
-from pdrt.protocol.messages import Hello, Load, Outcome, Reason
+from pdrt.protocol.messages import PROTOCOL_VERSION, Hello, Load, Outcome, Reason
 from pdrt.protocol.writers import PairState
 from tests.protocol.traces import (
     CONFIG,
@@ -95,7 +95,8 @@ def test_refusal_names_both_values_and_is_lifted_by_a_later_welcome(decode: Deco
     decode.welcome(fingerprint=other)
     decode.fence_opened()
     assert decode.pairing.peers[ENDPOINT].refusal == (
-        "protocol_version: 1 != 9; model: m != n; dtype: bfloat16 != float32; head_dim: 8 != 64"
+        f"protocol_version: {PROTOCOL_VERSION} != 9; model: m != n; "
+        "dtype: bfloat16 != float32; head_dim: 8 != 64"
     )
     assert pair_state(decode) is PairState.REFUSED
     assert decode.table.usable_endpoints() == []

@@ -217,7 +217,7 @@ async def test_nobody_asks_before_it_is_known(gateway: Gateway) -> None:
 
 
 async def test_malformed_frames_are_counted(gateway: Gateway, worker: Worker) -> None:
-    for frame in (b"", b"\x09", b"\x01nonsense"):
+    for frame in (b"", b"\x09", bytes([PROTOCOL_VERSION]) + b"nonsense"):
         gateway.channel.send(routing_id(WORKER), frame)
     gateway.say(Cancel(gateway.asks(), WORKER, "gone"))
     await until(lambda: worker.requests, "what comes after them")
