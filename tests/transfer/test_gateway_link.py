@@ -26,6 +26,7 @@ from pdrt.protocol.gateway_messages import (
     Tokens,
     WorkerToGateway,
 )
+from pdrt.protocol.messages import PROTOCOL_VERSION
 from pdrt.transfer.channel import RouterChannel
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from tests.decode.deployment import PROTOCOL, until
