@@ -131,6 +131,20 @@ class PageTable:
         assert page in self._holders, page
         return bool(self._holders[page])
 
+    def is_held_by(self, page: int, holder: Owner) -> bool:
+        """`holder` reads this cached page."""
+        assert page in self._holders, page
+        return holder in self._holders[page]
+
+    def held_by(self, kind: OwnerKind) -> dict[Owner, set[int]]:
+        """Every reader of `kind` with the cached pages that it reads. O(cached pages)."""
+        found: dict[Owner, set[int]] = {}
+        for page, holders in self._holders.items():
+            for holder in holders:
+                if holder.kind is kind:
+                    found.setdefault(holder, set()).add(page)
+        return found
+
     def evict(self, page: int) -> None:
         """A cached page that nobody holds becomes free."""
         assert page in self._holders, (page, "not cached")
@@ -150,6 +164,15 @@ class PageTable:
         for page, owner in enumerate(self._owners):
             if owner is not None and owner.kind is kind:
                 found.setdefault(owner, set()).add(page)
+        return found
+
+    def held_by(self, kind: OwnerKind) -> dict[Owner, set[int]]:
+        """Every holder of `kind` with the cached pages that it reads. O(cached pages)."""
+        found: dict[Owner, set[int]] = {}
+        for page, holders in self._holders.items():
+            for holder in holders:
+                if holder.kind is kind:
+                    found.setdefault(holder, set()).add(page)
         return found
 
     def check(self) -> None:
