@@ -15,7 +15,7 @@ from pdrt.gateway.errors import ApiError, invalid, overloaded, unavailable
 from pdrt.gateway.http import JsonResponse
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.responses import DONE, Bodies, Usage, error_event
-from pdrt.gateway.stream import OutputStream
+from pdrt.gateway.stream import Outputs, OutputStream
 from pdrt.gateway.text import TextAssembler
 from pdrt.ids import short
 from pdrt.protocol.gateway_messages import FinishReason
@@ -93,10 +93,11 @@ class Answer:
         self._hub = hub
         self._job = job
         self._text = text
+        self._outputs = Outputs()
 
     async def whole(self, receive: Receive) -> Response:
         """The response in one piece. Raises `ApiError`."""
-        stream = self._hub.open(self._job.submission)
+        stream = self._hub.open(self._job.submission, self._outputs)
         pieces: list[str] = []
 
         async def keep(text: str) -> None:
@@ -113,7 +114,7 @@ class Answer:
 
     async def events(self, receive: Receive, send: Send) -> None:
         """Send the response as server-sent events. Raises `ApiError` before the first one."""
-        stream = self._hub.open(self._job.submission)
+        stream = self._hub.open(self._job.submission, self._outputs)
         writer = _EventWriter(send, self._job.bodies, stream)
 
         async def write() -> _Ending:
@@ -149,7 +150,7 @@ class Answer:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._hub.abandon(stream, "client_gone")
-        stream.note_client_gone()
+        self._outputs.note_client_gone()
 
     async def _consume(
         self, stream: OutputStream, emit: Callable[[str], Awaitable[None]]
@@ -157,9 +158,10 @@ class Answer:
         """Pass text to `emit` until the output ends. Tokens are credited once `emit` is back."""
         tokens_taken = 0
         while True:
-            received = await stream.receive()
-            if received.client_gone:
+            await self._outputs.receive()
+            if self._outputs.client_gone:
                 return _CLIENT_GONE
+            received = stream.take()
             text = self._text.push(received.token_ids)
             if self._text.stopped:
                 self._hub.abandon(stream, "stop_string")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from pdrt.context import RequestContext
 from pdrt.ids import Incarnation
 from pdrt.protocol.gateway_messages import Cancel, Credit, FinishReason, Submit
-from pdrt.sampling import Sampling
+from pdrt.sampling import Sampling, TokenLogprobs
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -17,6 +18,8 @@ class Submission(msgspec.Struct, frozen=True):
     deadline: float
     end_token_ids: frozenset[int]
     """Tokens that end the output by themselves; empty when the client ignores them."""
+    cache_salt: str = ""
+    context: RequestContext = RequestContext()
 
     def is_end(self, token: int, position: int) -> bool:
         """Whether `token`, as output token number `position` (from 0), ends the output."""
@@ -52,6 +55,20 @@ class Deliver(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     cached_tokens: int
     """Of the prompt, as far as it is known by now."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, where they are asked for."""
+    prefill: Incarnation | None = None
+    """Who computed the prompt, where the message says so."""
+
+
+class DeliverPrompt(msgspec.Struct, frozen=True):
+    """What the client asked to learn of its prompt; once, before any output."""
+
+    serial: int
+    logprobs: tuple[TokenLogprobs, ...]
+    """Of every prompt token but the first."""
+    cached_tokens: int
+    prefill: Incarnation | None
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -63,4 +80,4 @@ class Ended(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
-Effect = Send | Assigned | Deliver | Ended
+Effect = Send | Assigned | Deliver | DeliverPrompt | Ended
