@@ -166,15 +166,6 @@ class PageTable:
                 found.setdefault(owner, set()).add(page)
         return found
 
-    def held_by(self, kind: OwnerKind) -> dict[Owner, set[int]]:
-        """Every holder of `kind` with the cached pages that it reads. O(cached pages)."""
-        found: dict[Owner, set[int]] = {}
-        for page, holders in self._holders.items():
-            for holder in holders:
-                if holder.kind is kind:
-                    found.setdefault(holder, set()).add(page)
-        return found
-
     def check(self) -> None:
         """Raise AssertionError where the table contradicts itself (I1). O(total)."""
         free = set(self._free)
