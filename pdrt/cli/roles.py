@@ -14,7 +14,7 @@ from pdrt.cli.ports import check_port
 from pdrt.cli.validate import validate
 from pdrt.config import DeviceConfig, GatewayConfig, WorkerConfig
 from pdrt.model.resources import parse_id_list
-from pdrt.observe.logs import setup_logging
+from pdrt.observe.logs import name_worker, setup_logging
 
 Announce = Callable[[dict[str, Any]], None]
 
@@ -63,10 +63,17 @@ def run_gateway(arguments: Sequence[str]) -> int:
 def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig]) -> Announce:
     if request.parent_pid is not None:
         die_with_parent(request.parent_pid)
-    setup_logging(role, request.config.observe.log_level)
+    observe = request.config.observe
+    setup_logging(role, observe.log_level, observe.log_format)
+    tell: Announce = _print_announcement
     if request.announce_fd is not None:
-        return announce_to(request.announce_fd)
-    return _print_announcement
+        tell = announce_to(request.announce_fd)
+
+    def announce(facts: dict[str, Any]) -> None:
+        name_worker(facts["incarnation"])
+        tell(facts)
+
+    return announce
 
 
 def _print_announcement(facts: dict[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -21,11 +22,15 @@ from pdrt.observe.worker_http import WorkerHttp
 from pdrt.protocol.gateway_messages import Register, Role
 from pdrt.protocol.leases import Lease, LeaseState, LeaseTable
 from pdrt.protocol.messages import Fingerprint, Load
-from pdrt.scheduling.decode import DecodeScheduler
+from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler, RequestState
 from pdrt.transfer.gateway_link import GatewayLinks
 
-ROWS_MAX = 1000
-"""Leases and requests listed in a status; the rest is counted."""
+ROWS_MAX = 64
+"""Leases and requests listed in a status, the newest; the rest is counted. A gateway asks every
+worker for its status each second while somebody watches."""
+
+_SHOWN = (LeaseState.GRANTED, LeaseState.REVOKING)
+Row = TypeVar("Row")
 
 
 class Seen(Protocol):
@@ -111,9 +116,11 @@ class DecodeView:
         worker, metrics = self._worker, self._worker.metrics
         metrics.set_pages({kind.value: n for kind, n in worker.pages.counts().items()})
         states = Counter(lease.state for lease in worker.table.leases.values())
-        shown = (LeaseState.GRANTED, LeaseState.REVOKING)
-        metrics.set_leases({state.value: states[state] for state in shown})
-        metrics.set_quarantined_pages(worker.table.quarantined_pages(time.monotonic()))
+        metrics.set_leases({state.value: states[state] for state in _SHOWN})
+        now = time.monotonic()
+        held = Counter(_reason(lease) for lease in self._quarantined(now))
+        metrics.set_quarantine(worker.table.quarantined_pages(now), held)
+        metrics.set_in_flight(self._in_flight())
         metrics.set_queue(worker.scheduler.queued)
         rejected = worker.handover.rejected + worker.links.rejected
         stale = worker.table.stale + worker.links.stale
@@ -122,43 +129,70 @@ class DecodeView:
         self._bridge.pass_on("fences", {"local": worker.table.fences}, metrics.count_fence)
         return metrics.render()
 
+    def _quarantined(self, now: float) -> list[Lease]:
+        """Leases that have been revoked for longer than the bound, oldest first."""
+        oldest = now - self._worker.config.protocol.quarantine_after_seconds
+        leases = self._worker.table.leases.values()
+        held = [x for x in leases if x.state is LeaseState.REVOKING and x.revoking_at < oldest]
+        return sorted(held, key=lambda lease: lease.revoking_at)
+
+    def _in_flight(self) -> dict[str, int]:
+        """Requests by state; those that hold a lease are `prefilling`."""
+        states = Counter(r.state for r in self._worker.scheduler.requests.values())
+        return {state.value: states[state] for state in RequestState}
+
     def status(self) -> bytes:
-        """A JSON object for `/status`."""
+        """A JSON object for `/status`; docs/status.md says what is in it."""
         worker = self._worker
         now = time.monotonic()
-        leases = [_lease(lease, now) for lease in list(worker.table.leases.values())[:ROWS_MAX]]
-        quarantine_age = worker.config.protocol.quarantine_after_seconds
-        peers = worker.table.pairing.peers.values()
+        quarantined = self._quarantined(now)
+        states = Counter(lease.state for lease in worker.table.leases.values())
         status: dict[str, Any] = {
             "pages": {kind.value: n for kind, n in worker.pages.counts().items()},
             "pages_total": worker.pages.total,
-            "leases": leases,
+            "leases": [
+                _lease(lease, now) | {"quarantined": lease in quarantined}
+                for lease in _newest(worker.table.leases)
+            ],
             "leases_total": len(worker.table.leases),
+            "leases_by_state": {state.value: states[state] for state in _SHOWN},
             "quarantined_pages": worker.table.quarantined_pages(now),
-            "quarantine": [
-                lease
-                for lease in leases
-                if lease["state"] == "revoking" and lease["age_seconds"] > quarantine_age
-            ],
-            "writers": [
-                {
-                    "endpoint": peer.endpoint,
-                    "worker": peer.writer and short(peer.writer),
-                    "generation": peer.newest_generation,
-                    "floor": peer.floor,
-                    "state": peer.state.value,
-                    "refusal": peer.refusal,
-                }
-                for peer in peers
-                if peer.is_connected
-            ],
+            "quarantine": [_lease(lease, now) for lease in quarantined[:ROWS_MAX]],
+            "requests": [_request(r, now) for r in _newest(worker.scheduler.requests)],
+            "requests_by_state": self._in_flight(),
+            "writers": self._writers(),
             "gateways": worker.links.gateways(),
             "queued": worker.scheduler.queued,
             "running": worker.scheduler.running,
             "fences": worker.table.fences,
             "stale_messages": dict(worker.table.stale + worker.links.stale),
+            "totals": worker.metrics.totals(),
         }
         return msgspec.json.encode(status)
+
+    def _writers(self) -> list[dict[str, Any]]:
+        """The prefill workers that it is connected to."""
+        return [
+            {
+                "endpoint": peer.endpoint,
+                "worker": peer.writer and short(peer.writer),
+                "generation": peer.newest_generation,
+                "floor": peer.floor,
+                "state": peer.state.value,
+                "refusal": peer.refusal,
+            }
+            for peer in self._worker.table.pairing.peers.values()
+            if peer.is_connected
+        ]
+
+
+def _newest(table: dict[Any, Row]) -> list[Row]:
+    """Of a table in the order of insertion, the newest first."""
+    return [table[key] for key in itertools.islice(reversed(table), ROWS_MAX)]
+
+
+def _reason(lease: Lease) -> str:
+    return "none" if lease.reason is None else lease.reason.value
 
 
 def _lease(lease: Lease, now: float) -> dict[str, Any]:
@@ -172,4 +206,17 @@ def _lease(lease: Lease, now: float) -> dict[str, Any]:
         "writer": short(lease.writer),
         "endpoint": lease.endpoint,
         "generation": lease.generation,
+    }
+
+
+def _request(request: DecodeRequest, now: float) -> dict[str, Any]:
+    return {
+        "request": str(request.request),
+        "state": request.state.value,
+        "room": None if request.room is None else str(request.room),
+        "age_seconds": round(now - request.arrived_at, 3),
+        "pages": len(request.pages),
+        "prompt_tokens": request.prompt_tokens,
+        "output_tokens": request.output_tokens,
+        "tokens_taken": request.tokens_taken,
     }

@@ -1,35 +1,20 @@
 """Prometheus metrics of one process, the same names in every role.
 
-Each process has one `Metrics` with a registry of its own. A worker renders it into its `Report`;
-the gateway merges the reports with its own, so that one scrape shows the whole deployment.
+Each process has one `Metrics`. A worker renders it into its `Report`; the gateway merges the
+reports with its own, so that one scrape shows the whole deployment. Used on the loop only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.registry import Collector
-
-_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-"""Seconds between two tokens, and of one phase of a hand-over."""
-_WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-"""Seconds until a first token, and until a revoked room has drained."""
-
-
-class _WithoutCreated(Collector):
-    """A registry without its `_created` series: they double every family and nobody reads them.
-
-    `prometheus_client.disable_created_metrics` would do it too, for the whole process.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterable[Metric]:
-        for family in self._registry.collect():
-            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
-            yield family
+from pdrt import __version__
+from pdrt.observe import families as f
+from pdrt.observe.families import Family
+from pdrt.observe.logs import lines_dropped
+from pdrt.observe.process import read_process
+from pdrt.observe.store import Store
 
 
 class Metrics:
@@ -38,116 +23,176 @@ class Metrics:
 
     def __init__(self, role: str, worker: str, rank: int = 0) -> None:
         """`role` is `prefill`, `decode` or `gateway`; `worker` an incarnation as `ids.short`."""
-        self._base = (role, worker)
-        self._ranked = (role, worker, str(rank))
-        self.registry = CollectorRegistry()
-        self._build_gauges()
-        self._build_histograms()
-        self._build_counters()
+        self._rank = str(rank)
+        self._store = Store(role, worker)
+        self._store.set(f.INFO, 1, __version__)
+        # Of every token and every step: looked up once.
+        self._ttft = self._store.distribution(f.TTFT)
+        self._itl = self._store.distribution(f.ITL)
+        self._steps = self._store.distribution(f.STEP)
+        self._step_sequences = self._store.distribution(f.STEP_SEQUENCES)
+        self._step_tokens = self._store.distribution(f.STEP_TOKENS)
+        self._lag = self._store.distribution(f.LOOP_LAG)
+        self._requests = self._store.distribution(f.REQUEST)
+        self._drains = self._store.distribution(f.DRAIN)
+        for family in (f.PROMPT_TOKENS, f.OUTPUT_TOKENS, f.CACHED_TOKENS, f.PREEMPTIONS):
+            self._store.add(family, 0)  # `rate` needs a zero to begin from
+        self._ticked_at: float | None = None
 
-    def _build_gauges(self) -> None:
-        self._pages = self._gauge("pdrt_pages", "KV pages by owner", "rank", "owner")
-        self._leases = self._gauge("pdrt_leases", "Leases by state", "state")
-        self._rooms = self._gauge("pdrt_rooms", "Rooms by state", "state")
-        self._quarantined = self._gauge("pdrt_quarantined_pages", "Pages of quarantined leases")
-        self._queue = self._gauge("pdrt_queue", "Requests waiting to be admitted")
-
-    def _build_histograms(self) -> None:
-        self._drain = self._histogram(
-            "pdrt_drain_seconds", "From a lease's Revoke until its pages are free", _WAIT_BUCKETS
-        )
-        self._ttft = self._histogram("pdrt_ttft_seconds", "Time to first token", _WAIT_BUCKETS)
-        self._itl = self._histogram("pdrt_itl_seconds", "Time between two tokens", _STEP_BUCKETS)
-        self._handover = self._histogram(
-            "pdrt_handover_seconds", "Phases of a hand-over", _STEP_BUCKETS, "phase"
-        )
-
-    def _build_counters(self) -> None:
-        self._transferred = self._counter(
-            "pdrt_transfer_bytes", "KV bytes written to a peer", "rank", "engine"
-        )
-        self._rejected = self._counter(
-            "pdrt_rejected_frames", "Frames that were not a message", "reason"
-        )
-        self._stale = self._counter(
-            "pdrt_stale_messages", "Messages that came too late to change anything", "reason"
-        )
-        self._recomputed = self._counter(
-            "pdrt_recomputed_prompt_tokens",
-            "Prompt tokens computed again for a request that moved",
-        )
-        self._requests = self._counter("pdrt_requests", "Requests by how they ended", "outcome")
-        self._fences = self._counter("pdrt_fences", "Fences carried out", "engine")
-        self._preemptions = self._counter("pdrt_preemptions", "Sequences preempted for pages")
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, ("role", "worker", *labels), registry=self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ("role", "worker", *labels), registry=self.registry)
-
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(
-            name, text, ("role", "worker", *labels), buckets=buckets, registry=self.registry
-        )
+    # Now
 
     def set_pages(self, owners: Mapping[str, int]) -> None:
         """Pages by owner: `free`, `sequence`, `cache`, `lease`, `room`."""
         for owner, count in owners.items():
-            self._pages.labels(*self._ranked, owner).set(count)
+            self._store.set(f.PAGES, count, self._rank, owner)
 
     def set_leases(self, states: Mapping[str, int]) -> None:
         """Leases by state; a state that is not named keeps its last value."""
-        for state, count in states.items():
-            self._leases.labels(*self._base, state).set(count)
+        self._set_all(f.LEASES, states)
 
     def set_rooms(self, states: Mapping[str, int]) -> None:
         """Rooms by state; a state that is not named keeps its last value."""
-        for state, count in states.items():
-            self._rooms.labels(*self._base, state).set(count)
+        self._set_all(f.ROOMS, states)
 
-    def set_quarantined_pages(self, count: int) -> None:
-        self._quarantined.labels(*self._base).set(count)
+    def set_in_flight(self, states: Mapping[str, int]) -> None:
+        """Requests by state; a state that is not named keeps its last value."""
+        self._set_all(f.IN_FLIGHT, states)
+
+    def set_quarantine(self, pages: int, leases: Mapping[str, int]) -> None:
+        """Quarantined pages, and leases by why they were revoked; a reason that is not named has
+        none any more."""
+        self._store.set(f.QUARANTINED_PAGES, pages)
+        gone = {reason: 0 for (reason,) in self._store.numbers(f.QUARANTINED_LEASES)}
+        self._set_all(f.QUARANTINED_LEASES, {**gone, **leases})
 
     def set_queue(self, count: int) -> None:
-        self._queue.labels(*self._base).set(count)
+        self._store.set(f.QUEUE, count)
+
+    def set_workers(self, states: Mapping[tuple[str, str], int]) -> None:
+        """Registered workers by (role, state); a pair that is not named has none any more."""
+        for role, state in self._store.numbers(f.WORKERS):
+            self._store.set(f.WORKERS, 0, role, state)
+        for (role, state), count in states.items():
+            self._store.set(f.WORKERS, count, role, state)
+
+    def set_pairs(self, count: int) -> None:
+        self._store.set(f.PAIRS, count)
+
+    def set_attempts(self, count: int) -> None:
+        self._store.set(f.ATTEMPTS, count)
+
+    def _set_all(self, family: Family, values: Mapping[str, int]) -> None:
+        for label, value in values.items():
+            self._store.set(family, value, label)
+
+    # How long
 
     def observe_drain(self, seconds: float) -> None:
-        self._drain.labels(*self._base).observe(seconds)
+        self._drains.observe(seconds)
 
     def observe_ttft(self, seconds: float) -> None:
-        self._ttft.labels(*self._base).observe(seconds)
+        self._ttft.observe(seconds)
 
-    def observe_itl(self, seconds: float) -> None:
-        self._itl.labels(*self._base).observe(seconds)
+    def observe_itl(self, seconds: float, times: int = 1) -> None:
+        """`times`: gaps of that length, when several tokens came at once."""
+        self._itl.observe(seconds, times)
+
+    def observe_request(self, seconds: float) -> None:
+        self._requests.observe(seconds)
 
     def observe_handover(self, phase: str, seconds: float) -> None:
         """`phase`: queued, prefill, transfer, decode; on prefill workers queued, compute, drain."""
-        self._handover.labels(*self._base, phase).observe(seconds)
+        self._store.distribution(f.HANDOVER, phase).observe(seconds)
+
+    def observe_step(self, seconds: float, sequences: int, tokens: int) -> None:
+        """One forward with its sampling; `tokens` were computed."""
+        self._steps.observe(seconds)
+        self._step_sequences.observe(sequences)
+        self._step_tokens.observe(tokens)
+
+    def observe_tick(self, now: float, period: float) -> None:
+        """Called by the timer that sleeps for `period` between two calls."""
+        if self._ticked_at is not None:
+            self._lag.observe(max(0.0, now - self._ticked_at - period))
+        self._ticked_at = now
+
+    # How many
+
+    def count_prompt_tokens(self, count: int) -> None:
+        self._store.add(f.PROMPT_TOKENS, count)
+
+    def count_output_tokens(self, count: int) -> None:
+        self._store.add(f.OUTPUT_TOKENS, count)
+
+    def count_cached_tokens(self, count: int) -> None:
+        self._store.add(f.CACHED_TOKENS, count)
 
     def count_transfer(self, engine: str, byte_count: int) -> None:
-        self._transferred.labels(*self._ranked, engine).inc(byte_count)
+        self._store.add(f.TRANSFERRED, byte_count, self._rank, engine)
 
     def count_rejected_frame(self, reason: str, count: int = 1) -> None:
-        self._rejected.labels(*self._base, reason).inc(count)
+        self._store.add(f.REJECTED, count, reason)
 
     def count_stale_message(self, reason: str, count: int = 1) -> None:
-        self._stale.labels(*self._base, reason).inc(count)
+        self._store.add(f.STALE, count, reason)
 
     def count_recomputed_prompt_tokens(self, count: int) -> None:
-        self._recomputed.labels(*self._base).inc(count)
+        self._store.add(f.RECOMPUTED, count)
 
     def count_request(self, outcome: str) -> None:
-        self._requests.labels(*self._base, outcome).inc()
+        self._store.add(f.REQUESTS, 1, outcome)
 
     def count_fence(self, engine: str, count: int = 1) -> None:
-        self._fences.labels(*self._base, engine).inc(count)
+        self._store.add(f.FENCES, count, engine)
 
     def count_preemption(self) -> None:
-        self._preemptions.labels(*self._base).inc()
+        self._store.add(f.PREEMPTIONS, 1)
+
+    def count_prefix_cache(self, event: str, pages: int) -> None:
+        """`event`: a key of `PrefixCache.counts`."""
+        self._store.add(f.PREFIX_CACHE, pages, event)
+
+    # All of it
 
     def render(self) -> bytes:
         """Prometheus text, one HELP and TYPE per family."""
-        return generate_latest(_WithoutCreated(self.registry))
+        process = read_process()
+        for family, value in (
+            (f.RESIDENT, process.resident_bytes),
+            (f.OPEN_FDS, process.open_fds),
+            (f.THREADS, process.threads),
+            (f.CPU_SECONDS, process.cpu_seconds),
+            (f.START_TIME, process.started_at),
+        ):
+            if value is not None:
+                self._store.set(family, value)
+        self._store.set(f.LOG_LINES_DROPPED, lines_dropped())
+        return self._store.render()
+
+    def totals(self) -> dict[str, Any]:
+        """For `/status`, whose readers make rates and quantiles from two of these: counters since
+        the start, and histograms as `buckets` (bounds) and `counts` (one more, not cumulated)."""
+        store = self._store
+        return {
+            "prompt_tokens": store.numbers(f.PROMPT_TOKENS).get((), 0),
+            "output_tokens": store.numbers(f.OUTPUT_TOKENS).get((), 0),
+            "cached_tokens": store.numbers(f.CACHED_TOKENS).get((), 0),
+            "preemptions": store.numbers(f.PREEMPTIONS).get((), 0),
+            "requests": {label: n for (label,), n in store.numbers(f.REQUESTS).items()},
+            "histograms": {
+                name: {
+                    "buckets": list(series.bounds),
+                    "counts": list(series.counts),
+                    "sum": series.sum,
+                }
+                for name, series in (
+                    ("ttft_seconds", self._ttft),
+                    ("itl_seconds", self._itl),
+                    ("request_seconds", self._requests),
+                    ("step_seconds", self._steps),
+                    ("step_tokens", self._step_tokens),
+                    ("event_loop_lag_seconds", self._lag),
+                )
+                if sum(series.counts)
+            },
+        }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
+from enum import Enum
 from typing import Any, Protocol
 
 import msgspec
@@ -20,12 +22,14 @@ from pdrt.observe.worker_http import WorkerHttp
 from pdrt.prefill.handover import Handover
 from pdrt.protocol.gateway_messages import Register, Role
 from pdrt.protocol.messages import Fingerprint, Load
-from pdrt.protocol.rooms import RoomState, RoomTable
-from pdrt.scheduling.prefill import PrefillScheduler
+from pdrt.protocol.rooms import Room, RoomState, RoomTable
+from pdrt.scheduling.prefill import PrefillJob, PrefillScheduler
 from pdrt.transfer.gateway_link import GatewayLinks
 
-ROWS_MAX = 1000
-"""Rooms listed in a status; the rest is counted."""
+ROWS_MAX = 64
+"""Rooms listed in a status, the newest; the rest is counted. A gateway asks every worker for its
+status each second while somebody watches."""
+_SHOWN = (RoomState.OPEN, RoomState.CLOSING)
 
 
 class Seen(Protocol):
@@ -99,9 +103,8 @@ class PrefillView:
         """Prometheus text."""
         worker, metrics = self._worker, self._worker.metrics
         metrics.set_pages({kind.value: n for kind, n in worker.pages.counts().items()})
-        states = Counter(room.state for room in worker.table.rooms.values())
-        shown = (RoomState.OPEN, RoomState.CLOSING)
-        metrics.set_rooms({state.value: states[state] for state in shown})
+        metrics.set_rooms(self._rooms_by_state())
+        metrics.set_in_flight(self._rooms_by_phase())
         metrics.set_queue(worker.scheduler.queued)
         rejected = worker.handover.rejected + worker.links.rejected
         stale = worker.table.stale + worker.links.stale
@@ -109,41 +112,79 @@ class PrefillView:
         self._bridge.pass_on("stale", stale, metrics.count_stale_message)
         return metrics.render()
 
+    def _rooms_by_state(self) -> dict[str, int]:
+        states = Counter(room.state for room in self._worker.table.rooms.values())
+        return {state.value: states[state] for state in _SHOWN}
+
+    def _rooms_by_phase(self) -> dict[str, int]:
+        jobs = self._worker.scheduler.jobs
+        phases = Counter(_phase(r, jobs[r.room]) for r in self._worker.table.rooms.values())
+        return {phase.value: phases[phase] for phase in Phase}
+
     def status(self) -> bytes:
-        """A JSON object for `/status`."""
+        """A JSON object for `/status`; docs/status.md says what is in it."""
         worker = self._worker
         now = time.monotonic()
-        rooms = list(worker.table.rooms.values())[:ROWS_MAX]
+        newest = itertools.islice(reversed(worker.table.rooms.values()), ROWS_MAX)
+        jobs = worker.scheduler.jobs
         status: dict[str, Any] = {
             "pages": {kind.value: n for kind, n in worker.pages.counts().items()},
             "pages_total": worker.pages.total,
-            "rooms": [
-                {
-                    "room": str(room.room),
-                    "state": room.state.value,
-                    "age_seconds": round(now - room.opened_at, 3),
-                    "pages": len(worker.scheduler.jobs[room.room].pages),
-                    "computed": worker.scheduler.jobs[room.room].computed,
-                    "reason": room.reason.value if room.reason is not None else None,
-                }
-                for room in rooms
-            ],
+            "rooms": [_room(room, jobs[room.room], now) for room in newest],
             "rooms_total": len(worker.table.rooms),
-            "decode_peers": [
-                {
-                    "worker": short(peer.incarnation),
-                    "generations": sorted(peer.engines),
-                    "floor": peer.floor,
-                    "unsettled_generation": peer.unsettled_generation,
-                    "state": "lost" if peer.is_lost else "live",
-                    "rooms": len(peer.rooms),
-                }
-                for peer in worker.table.peers.known.values()
-                if not peer.is_lost or peer.engines
-            ],
+            "rooms_by_state": self._rooms_by_state(),
+            "rooms_by_phase": self._rooms_by_phase(),
+            "decode_peers": self._peers(),
             "gateways": worker.links.gateways(),
             "queued": worker.scheduler.queued,
             "running": worker.scheduler.running,
             "stale_messages": dict(worker.table.stale + worker.links.stale),
+            "totals": worker.metrics.totals(),
         }
         return msgspec.json.encode(status)
+
+    def _peers(self) -> list[dict[str, Any]]:
+        """Decode workers that are here, or whose memory could still be written."""
+        return [
+            {
+                "worker": short(peer.incarnation),
+                "generations": sorted(peer.engines),
+                "floor": peer.floor,
+                "unsettled_generation": peer.unsettled_generation,
+                "state": "lost" if peer.is_lost else "live",
+                "rooms": len(peer.rooms),
+            }
+            for peer in self._worker.table.peers.known.values()
+            if not peer.is_lost or peer.engines
+        ]
+
+
+class Phase(Enum):
+    """What is being done for a room."""
+
+    QUEUED = "queued"
+    COMPUTING = "computing"
+    TRANSFERRING = "transferring"
+    CLOSING = "closing"
+
+
+def _phase(room: Room, job: PrefillJob) -> Phase:
+    if room.state is not RoomState.OPEN:
+        return Phase.CLOSING
+    if job.computed_at is not None:
+        return Phase.TRANSFERRING
+    return Phase.QUEUED if job.started_at is None else Phase.COMPUTING
+
+
+def _room(room: Room, job: PrefillJob, now: float) -> dict[str, Any]:
+    return {
+        "room": str(room.room),
+        "state": room.state.value,
+        "phase": _phase(room, job).value,
+        "age_seconds": round(now - room.opened_at, 3),
+        "peer": short(room.room.decode),
+        "pages": len(job.pages),
+        "tokens": len(job.grant.token_ids),
+        "computed": job.computed,
+        "reason": room.reason.value if room.reason is not None else None,
+    }

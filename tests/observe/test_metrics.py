@@ -32,7 +32,10 @@ def test_gauges_show_the_latest_value() -> None:
     metrics.set_pages({"free": 7, "lease": 3})
     metrics.set_leases({"granted": 1, "revoking": 2})
     metrics.set_rooms({"open": 4})
-    metrics.set_quarantined_pages(2)
+    metrics.set_quarantine(2, {"lost": 1})
+    metrics.set_quarantine(2, {"client_gone": 1})
+    metrics.set_workers({("decode", "live"): 2, ("prefill", "lost"): 1})
+    metrics.set_workers({("decode", "live"): 1})
     metrics.set_queue(5)
     found = samples(metrics)
     assert found["pdrt_pages", "free", "0"] == 7
@@ -40,6 +43,10 @@ def test_gauges_show_the_latest_value() -> None:
     assert found["pdrt_leases", "revoking"] == 2
     assert found["pdrt_rooms", "open"] == 4
     assert found[("pdrt_quarantined_pages",)] == 2
+    assert found["pdrt_quarantined_leases", "lost"] == 0
+    assert found["pdrt_quarantined_leases", "client_gone"] == 1
+    assert found["pdrt_workers", "live", "decode"] == 1
+    assert found["pdrt_workers", "lost", "prefill"] == 0, "who is gone is no longer shown"
     assert found[("pdrt_queue",)] == 5
 
 

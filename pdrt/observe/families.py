@@ -1,0 +1,151 @@
+"""Every metric of pdrt: name, type, labels and meaning. docs/metrics.md is made from this table.
+
+All series carry `role` and `worker` (an incarnation), which stand in no list here.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class Kind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Family(msgspec.Struct, frozen=True):
+    """One metric. A counter's name stands without `_total`, which its samples carry."""
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram, ascending, without +Inf."""
+
+
+STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Seconds between two tokens, of a forward, and of one phase of a hand-over."""
+WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Seconds until a first token, and until a revoked room has drained."""
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Seconds of whole requests; the longest is `--request-timeout-seconds` by default."""
+SIZE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
+"""Sequences and tokens of a step."""
+LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+"""Seconds that a timer came late."""
+
+
+def _counter(name: str, text: str, *labels: str) -> Family:
+    return Family(name, Kind.COUNTER, text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Family:
+    return Family(name, Kind.GAUGE, text, labels)
+
+
+def _histogram(name: str, buckets: tuple[float, ...], text: str, *labels: str) -> Family:
+    return Family(name, Kind.HISTOGRAM, text, labels, buckets)
+
+
+INFO = _gauge("pdrt_info", "1; its labels say what runs", "version")
+
+WORKERS = _gauge(
+    "pdrt_workers", "Gateway: registered workers by role and state", "worker_role", "state"
+)
+PAIRS = _gauge("pdrt_pairs", "Gateway: pairs of a live decode and a live prefill worker that serve")
+IN_FLIGHT = _gauge(
+    "pdrt_requests_in_flight",
+    "Requests by state; the gateway's are `open`, of prefill workers they are rooms",
+    "state",
+)
+ATTEMPTS = _gauge("pdrt_attempts", "Gateway: attempts that decode workers have not ended")
+QUEUE = _gauge("pdrt_queue", "Requests that wait for pages, or for a place in the batch")
+
+PAGES = _gauge("pdrt_pages", "KV pages by owner; their sum is the pool", "rank", "owner")
+LEASES = _gauge("pdrt_leases", "Decode: leases by state", "state")
+ROOMS = _gauge("pdrt_rooms", "Prefill: rooms by state", "state")
+QUARANTINED_PAGES = _gauge("pdrt_quarantined_pages", "Decode: pages of quarantined leases")
+QUARANTINED_LEASES = _gauge(
+    "pdrt_quarantined_leases", "Decode: quarantined leases by why they were revoked", "reason"
+)
+
+TTFT = _histogram(
+    "pdrt_ttft_seconds",
+    WAIT_BUCKETS,
+    "Time to first token: at the gateway the client's, at a decode worker from submission on",
+)
+ITL = _histogram(
+    "pdrt_itl_seconds", STEP_BUCKETS, "Time between two output tokens, as gateway and decode see it"
+)
+REQUEST = _histogram(
+    "pdrt_request_seconds", REQUEST_BUCKETS, "Gateway: a whole request, from its body to its end"
+)
+STEP = _histogram("pdrt_step_seconds", STEP_BUCKETS, "Workers: one forward with its sampling")
+STEP_SEQUENCES = _histogram("pdrt_step_sequences", SIZE_BUCKETS, "Workers: sequences of one step")
+STEP_TOKENS = _histogram("pdrt_step_tokens", SIZE_BUCKETS, "Workers: tokens computed in one step")
+DRAIN = _histogram(
+    "pdrt_drain_seconds", WAIT_BUCKETS, "Decode: from a lease's Revoke until its pages are free"
+)
+HANDOVER = _histogram(
+    "pdrt_handover_seconds",
+    STEP_BUCKETS,
+    "Phases of requests: on decode queued, prefill, transfer, decode; on prefill queued, compute, "
+    "drain",
+    "phase",
+)
+LOOP_LAG = _histogram(
+    "pdrt_event_loop_lag_seconds", LAG_BUCKETS, "How late the process's timer came"
+)
+
+REQUESTS = _counter(
+    "pdrt_requests", "Requests by how they ended; on prefill workers rooms", "outcome"
+)
+PROMPT_TOKENS = _counter(
+    "pdrt_prompt_tokens",
+    "Prompt tokens: at the gateway of accepted requests, at prefill workers those computed",
+)
+OUTPUT_TOKENS = _counter(
+    "pdrt_output_tokens",
+    "Output tokens: at the gateway those passed on to clients, at decode workers those taken",
+)
+CACHED_TOKENS = _counter(
+    "pdrt_cached_prompt_tokens", "Gateway: prompt tokens that were found in a prefix cache"
+)
+RECOMPUTED = _counter(
+    "pdrt_recomputed_prompt_tokens", "Prompt tokens computed again for a request that moved"
+)
+PREEMPTIONS = _counter("pdrt_preemptions", "Decode: sequences preempted for pages")
+PREFIX_CACHE = _counter(
+    "pdrt_prefix_cache_pages",
+    "Prefix cache: pages by what became of them: hit, missed, inserted, duplicate, evicted",
+    "event",
+)
+TRANSFERRED = _counter(
+    "pdrt_transfer_bytes",
+    "KV bytes: prefill counts those written, decode those landed",
+    "rank",
+    "engine",
+)
+FENCES = _counter("pdrt_fences", "Decode: fences carried out", "engine")
+STALE = _counter(
+    "pdrt_stale_messages", "Messages that came too late to change anything, by reason", "reason"
+)
+REJECTED = _counter("pdrt_rejected_frames", "Frames that were not a message, by reason", "reason")
+
+RESIDENT = _gauge("pdrt_process_resident_memory_bytes", "Resident memory of the process")
+OPEN_FDS = _gauge("pdrt_process_open_fds", "Open file descriptors of the process")
+THREADS = _gauge("pdrt_process_threads", "Threads of the process")
+CPU_SECONDS = _counter("pdrt_process_cpu_seconds", "CPU time of the process, user and system")
+START_TIME = _gauge("pdrt_process_start_time_seconds", "When the process began, in Unix time")
+LOG_LINES_DROPPED = _counter(
+    "pdrt_log_lines_dropped", "Log lines that were dropped as nobody read them"
+)
+
+FAMILIES: tuple[Family, ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Family)
+)
+"""All of the above, in that order."""
