@@ -40,6 +40,7 @@ PURE = (
     "kv/layout.py",
     "kv/pages.py",
     "kv/prefix.py",
+    "gateway/prefix_index.py",
     "gateway/router.py",
 )
 IMPURE_MODULES = {

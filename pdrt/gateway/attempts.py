@@ -57,9 +57,7 @@ class Attempt(msgspec.Struct):
     """One worker's try."""
 
     id: RequestId
-    worker: Incarnation
-    prefill: str
-    """The endpoint preferred for it."""
+    route: Route
     expires: float
     heard: float
     """When it last said something, or was last sent a credit."""
@@ -70,6 +68,15 @@ class Attempt(msgspec.Struct):
     resend_at: float = 0.0
     resend_pause: float = 0.0
     cancel_reason: str = ""
+
+    @property
+    def worker(self) -> Incarnation:
+        return self.route.decode
+
+    @property
+    def prefill(self) -> str:
+        """The endpoint preferred for it."""
+        return self.route.prefill_endpoints[0]
 
 
 class Attempts:
@@ -82,7 +89,7 @@ class Attempts:
         self._by_worker: Counter[Incarnation] = Counter()
         """Attempts, cancelled ones included: their worker has not said that it stopped."""
         self._by_prefill: Counter[str] = Counter()
-        """Attempts that are waiting for their first token."""
+        """`prefill_tokens` of attempts that are waiting for their first token."""
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -100,11 +107,10 @@ class Attempts:
 
     def open(self, id: RequestId, route: Route, deadline: float, now: float) -> Attempt:
         assert id not in self._attempts
-        prefill = route.prefill_endpoints[0]
-        attempt = Attempt(id, route.decode, prefill, deadline + CANCEL_KEPT_SECONDS, now)
+        attempt = Attempt(id, route, deadline + CANCEL_KEPT_SECONDS, now)
         self._attempts[id] = attempt
         self._by_worker[attempt.worker] += 1
-        self._by_prefill[prefill] += 1
+        self._by_prefill[attempt.prefill] += route.prefill_tokens
         return attempt
 
     def move(self, attempt: Attempt, event: AttemptEvent) -> None:
@@ -114,10 +120,10 @@ class Attempts:
             event is AttemptEvent.TOKENS or attempt.state is AttemptState.GONE
         ):
             attempt.is_waiting = False
-            _decrease(self._by_prefill, attempt.prefill)
+            _decrease(self._by_prefill, attempt.prefill, attempt.route.prefill_tokens)
         if attempt.state is AttemptState.GONE:
             del self._attempts[attempt.id]
-            _decrease(self._by_worker, attempt.worker)
+            _decrease(self._by_worker, attempt.worker, 1)
 
     def cancel(self, attempt: Attempt, event: AttemptEvent, reason: str, now: float) -> Send:
         self.move(attempt, event)
@@ -155,10 +161,14 @@ class Attempts:
         attempts = self._attempts.values()
         assert all(a.state is not AttemptState.GONE for a in attempts)
         assert self._by_worker == Counter(a.worker for a in attempts)
-        assert self._by_prefill == Counter(a.prefill for a in attempts if a.is_waiting)
+        waiting: Counter[str] = Counter()
+        for attempt in attempts:
+            if attempt.is_waiting:
+                waiting[attempt.prefill] += attempt.route.prefill_tokens
+        assert self._by_prefill == waiting
 
 
-def _decrease(counter: Counter[Key], key: Key) -> None:
-    counter[key] -= 1
+def _decrease(counter: Counter[Key], key: Key, amount: int) -> None:
+    counter[key] -= amount
     if not counter[key]:
         del counter[key]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from pdrt.config import GatewayConfig
 from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
 from pdrt.gateway.inspection import Inspector
 from pdrt.gateway.registry import Registry, WorkerState
 from pdrt.gateway.requests import Requests
-from pdrt.gateway.router import Demand, Route, choose_route
+from pdrt.gateway.router import Router
 from pdrt.gateway.stream import OutputStream
 from pdrt.ids import Incarnation, routing_id, short
 from pdrt.observe.metrics import Metrics
@@ -52,17 +52,18 @@ class Hub:
             WorkerToGateway, config.protocol.frame_bytes_max
         )
         self.registry = Registry(incarnation, digests, config.protocol, config.workers_max, clock())
+        self.router = Router(self.registry)
         self.requests = Requests(
-            incarnation, config.protocol, config.requests_max, config.attempts_max, self._choose
+            incarnation,
+            config.protocol,
+            config.requests_max,
+            config.attempts_max,
+            self.router.choose,
+            self.router.learn,
         )
         self._inspector = Inspector(incarnation, self._send)
         self._streams: dict[int, OutputStream] = {}
         """By serial: every request of `requests`, and those ending in this very step."""
-
-    def _choose(
-        self, demand: Demand, tried: Collection[Incarnation], refused: Collection[Incarnation]
-    ) -> Route | None:
-        return choose_route(self.registry, demand, tried, refused)
 
     def _send(self, message: GatewayToWorker) -> bool:
         return self._send_frame(routing_id(message.worker), encode(message))
@@ -114,6 +115,7 @@ class Hub:
         now = self.clock()
         for worker in self.registry.on_tick(now):
             log.warning("%s is lost: silent too long", self.registry.workers[worker].name)
+            self.router.forget(worker)
             self._apply(self.requests.on_worker_lost(worker, now))
         self._apply(self.requests.on_tick(now))
 
@@ -213,7 +215,8 @@ class Hub:
     def broken_invariants(self) -> list[str]:
         """Contradictions in the gateway's own tables; none in a correct gateway."""
         broken = []
-        for check in (self.registry.check_invariants, self.requests.check_invariants):
+        checks = (self.registry, self.requests, self.router.index)
+        for check in (owner.check_invariants for owner in checks):
             try:
                 check()
             except AssertionError as error:

@@ -8,14 +8,14 @@ and position only, so the client cannot tell. Every method returns effects, in o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
 
 import msgspec
 
 from pdrt.config import ProtocolConfig
 from pdrt.gateway.attempts import Attempt, AttemptEvent, Attempts, AttemptState
 from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
-from pdrt.gateway.router import Demand, Route
+from pdrt.gateway.prefix_index import Prompt
+from pdrt.gateway.router import Choose, Learn
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.gateway_messages import Cancel, Finished, FinishReason, Submit, Tokens
 
@@ -31,6 +31,7 @@ RETRIED = frozenset({FinishReason.FAILED, FinishReason.UNAVAILABLE, FinishReason
 
 class _Request(msgspec.Struct):
     submission: Submission
+    prompt: Prompt
     output: list[int] = []
     """Tokens delivered; never more than `max_tokens`."""
     taken: int = 0
@@ -52,13 +53,15 @@ class Requests:
         protocol: ProtocolConfig,
         requests_max: int,
         attempts_max: int,
-        choose: Callable[[Demand, Collection[Incarnation], Collection[Incarnation]], Route | None],
+        choose: Choose,
+        learn: Learn,
     ) -> None:
-        """`choose(demand, tried, refused)` is the router."""
+        """`choose(demand, prompt, tried, refused)` is the router, which `learn`s from answers."""
         self._gateway = gateway
         self._requests_max = requests_max
         self._attempts_max = attempts_max
         self._choose = choose
+        self._learn = learn
         self._serial = 0
         self._requests: dict[int, _Request] = {}
         """By serial; at most `requests_max`."""
@@ -88,7 +91,7 @@ class Requests:
         ):
             detail = f"{self._requests_max} requests are in flight already"
             return serial, [Ended(serial, FinishReason.OVERLOADED, detail)]
-        self._requests[serial] = _Request(submission)
+        self._requests[serial] = _Request(submission, Prompt(submission.token_ids, ""))
         no_worker = "no pair of workers can serve now"
         return serial, self._next_attempt(serial, FinishReason.UNAVAILABLE, no_worker, now)
 
@@ -126,6 +129,7 @@ class Requests:
         attempt.heard = now
         if message.cached_tokens is not None:
             request.cached_tokens = message.cached_tokens
+            self._learn(attempt.route, message.prefill, message.cached_tokens)
         if message.first_index > received:
             detail = f"tokens {received} to {message.first_index - 1} are missing"
             cancel = self._attempts.cancel(attempt, AttemptEvent.GAP, "gap", now)
@@ -229,7 +233,8 @@ class Requests:
             return self._end(serial, FinishReason.DEADLINE, "the request took too long")
         route = None
         if request.attempts < self._attempts_max:
-            route = self._choose(self._attempts.demand(), request.tried, request.refused)
+            demand = self._attempts.demand()
+            route = self._choose(demand, request.prompt, request.tried, request.refused)
         if route is None:
             return self._end(serial, reason, detail)
         id = RequestId(self._gateway, serial, request.attempts)

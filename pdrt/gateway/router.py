@@ -1,16 +1,31 @@
-"""Which workers a request goes to. Pure."""
+"""Which workers a request goes to. Pure.
+
+Prefill workers are compared in one unit, prompt tokens: those to compute for this request, which a
+cached prefix lowers, plus those to compute before its turn, which a queue raises. The sum is what
+the client waits for, so nothing needs to be tuned: a worker that holds the whole prefix loses
+against an idle one exactly when its queue costs more than the prefix saves. Rejected were a
+threshold that switches between "by prefix" and "by load" (SGLang's cache-aware router), which
+herds just below it, and a weighted sum (Dynamo's KV router), whose weights somebody must find. The
+attention of long prompts makes their tokens dearer, here and in the queue alike.
+
+As each prompt goes where the sum is least, two workers' outstanding tokens never differ by more
+than one prompt for this reason alone, whatever prefixes they share: a list schedule's bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
+from pdrt.gateway.prefix_index import PrefixIndex, Prompt
 from pdrt.gateway.registry import Registry, Worker
 from pdrt.ids import Incarnation
 
 ENDPOINTS_MAX = 16
 """Prefill endpoints that a `Submit` names: more would only make every frame longer."""
+TYPICAL_SHARE = 1 / 32
+"""Weight of the newest prompt in what a queued one is taken for."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -18,6 +33,13 @@ class Route(msgspec.Struct, frozen=True):
 
     decode: Incarnation
     prefill_endpoints: tuple[str, ...]
+    prefill: Incarnation | None = None
+    """Who answers on the first of them."""
+    prefill_tokens: int = 1
+    """Of the prompt, likely to be computed there: at least the last one."""
+    expected_pages: int = 0
+    """Of the prompt, that `prefill` has been sent before."""
+    page_size: int = 1
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -27,42 +49,112 @@ class Demand(msgspec.Struct, frozen=True):
     decode: Mapping[Incarnation, int]
     """Attempts by decode worker."""
     prefill: Mapping[str, int]
-    """Attempts without a token yet, by the prefill endpoint preferred for them."""
+    """`prefill_tokens` of attempts without a token yet, by the endpoint preferred for them."""
 
 
-def choose_route(
-    registry: Registry,
-    demand: Demand,
-    tried: Collection[Incarnation],
-    refused: Collection[Incarnation],
-) -> Route | None:
-    """The least loaded decode worker, or None when none can serve.
-
-    Workers in `tried` come last; those in `refused`, which answered that they cannot, never.
-    """
-    candidates = [(w, paired) for w, paired in registry.decodes() if w.incarnation not in refused]
-    if not candidates:
-        return None
-    worker, paired = min(
-        candidates,
-        key=lambda c: (c[0].incarnation in tried, *_decode_score(c[0], demand)),
-    )
-    usable = registry.prefills_for(worker)
-    preferred = sorted(
-        usable, key=lambda e: (e not in paired, *_prefill_score(usable[e], e, demand))
-    )
-    return Route(worker.incarnation, tuple(preferred[:ENDPOINTS_MAX]))
+Choose = Callable[
+    [Demand, Prompt, Collection[Incarnation], Collection[Incarnation]], Route | None
+]
+"""As `Router.choose`."""
+Learn = Callable[[Route, Incarnation | None, int], None]
+"""As `Router.learn`."""
 
 
-def _decode_score(worker: Worker, demand: Demand) -> tuple[float, float, int]:
-    """Share of its requests in use, then share of its pages, then a fixed order."""
+class Router:
+    """Chooses among a registry's workers; remembers what it sent where."""
+
+    def __init__(self, registry: Registry, index: PrefixIndex | None = None) -> None:
+        self.index = PrefixIndex() if index is None else index
+        self._registry = registry
+        self._typical_tokens = 0.0
+        """To compute of a prompt: a moving average over those routed; 0 before the first."""
+        self._turn = 0
+        self._turns: dict[Incarnation, int] = {}
+        """When each was last chosen: equals take turns. Of workers that are not lost."""
+
+    def choose(
+        self,
+        demand: Demand,
+        prompt: Prompt,
+        tried: Collection[Incarnation],
+        refused: Collection[Incarnation],
+    ) -> Route | None:
+        """The least loaded decode worker, with prefill workers by what `prompt` costs there; None
+        when none can serve.
+
+        Decode workers in `tried` come last; those in `refused`, which answered that they cannot,
+        never.
+        """
+        candidates = [
+            (worker, paired)
+            for worker, paired in self._registry.decodes()
+            if worker.incarnation not in refused
+        ]
+        if not candidates:
+            return None
+        decode, paired = min(
+            candidates,
+            key=lambda c: (c[0].incarnation in tried, *_decode_load(c[0], demand), self._last(c[0])),
+        )
+        usable = self._registry.prefills_for(decode)
+        costs = {e: self._cost(worker, prompt, e, demand) for e, worker in usable.items()}
+        # One that is not paired yet is named for later: rooms may fail elsewhere.
+        order = sorted(usable, key=lambda e: (e not in paired, costs[e], self._last(usable[e])))
+        return self._take(decode, usable[order[0]], order[:ENDPOINTS_MAX], prompt)
+
+    def _cost(self, worker: Worker, prompt: Prompt, endpoint: str, demand: Demand) -> int:
+        """Prompt tokens computed there until this one is: its own, and those queued before it.
+
+        The queue that the worker reports knows other gateways' prompts, but is a heartbeat old;
+        what it runs just now is left out, as most of that is over before we hear of it.
+        """
+        typical_tokens = self._typical_tokens or prompt.tokens
+        reported = int(worker.register.load.queued * typical_tokens)
+        return self._to_compute(worker, prompt) + max(demand.prefill.get(endpoint, 0), reported)
+
+    def _to_compute(self, worker: Worker, prompt: Prompt) -> int:
+        page_size = worker.register.fingerprint.layout.page_size
+        pages = self.index.pages(worker.incarnation, prompt.keys(page_size))
+        return prompt.tokens - int(pages * page_size * self.index.trust(worker.incarnation))
+
+    def _take(self, decode: Worker, prefill: Worker, order: list[str], prompt: Prompt) -> Route:
+        """Remember the choice."""
+        layout = prefill.register.fingerprint.layout
+        keys = prompt.keys(layout.page_size)
+        route = Route(
+            decode.incarnation,
+            tuple(order),
+            prefill.incarnation,
+            self._to_compute(prefill, prompt),
+            self.index.pages(prefill.incarnation, keys),
+            layout.page_size,
+        )
+        self.index.record(prefill.incarnation, keys, prefill.register.load.pages_total)
+        typical_tokens = self._typical_tokens or route.prefill_tokens
+        change = TYPICAL_SHARE * (route.prefill_tokens - typical_tokens)
+        self._typical_tokens = typical_tokens + change
+        self._turn += 1
+        self._turns[decode.incarnation] = self._turns[prefill.incarnation] = self._turn
+        return route
+
+    def _last(self, worker: Worker) -> tuple[int, Incarnation]:
+        return self._turns.get(worker.incarnation, 0), worker.incarnation
+
+    def learn(self, route: Route, prefill: Incarnation | None, cached_tokens: int) -> None:
+        """`prefill` has computed a prompt sent by `route`, but for `cached_tokens` that it had."""
+        if prefill == route.prefill and prefill is not None:
+            self.index.found(prefill, route.expected_pages, cached_tokens // route.page_size)
+
+    def forget(self, worker: Incarnation) -> None:
+        """It is lost. Idempotent."""
+        self.index.forget(worker)
+        self._turns.pop(worker, None)
+
+
+def _decode_load(worker: Worker, demand: Demand) -> tuple[float, float]:
+    """Share of its requests in use, then share of its pages."""
     register, load = worker.register, worker.register.load
     # The report lags behind our own count, but knows other gateways' requests.
     requests = max(demand.decode.get(worker.incarnation, 0), load.running + load.queued)
     pages = 1.0 - load.pages_free / load.pages_total if load.pages_total else 1.0
-    return requests / max(1, register.requests_max), pages, worker.incarnation
-
-
-def _prefill_score(worker: Worker, endpoint: str, demand: Demand) -> tuple[int, str]:
-    load = worker.register.load
-    return max(demand.prefill.get(endpoint, 0), load.running + load.queued), endpoint
+    return requests / max(1, register.requests_max), pages

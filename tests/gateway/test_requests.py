@@ -11,6 +11,7 @@ from pdrt.config import ProtocolConfig
 from pdrt.gateway.attempts import AttemptEvent, Attempts, AttemptState
 from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
 from pdrt.gateway.requests import Requests
+from pdrt.gateway.prefix_index import Prompt
 from pdrt.gateway.router import Demand, Route
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.gateway_messages import (
@@ -36,10 +37,18 @@ class World:
     def __init__(self) -> None:
         self.workers = [A, B, C]
         self.demands: list[Demand] = []
-        self.requests = Requests(GATEWAY, ProtocolConfig(), 4, 3, self.choose)
+        self.learnt: list[tuple[Incarnation | None, int]] = []
+        self.requests = Requests(GATEWAY, ProtocolConfig(), 4, 3, self.choose, self.learn)
+
+    def learn(self, route: Route, prefill: Incarnation | None, cached_tokens: int) -> None:
+        self.learnt.append((prefill, cached_tokens))
 
     def choose(
-        self, demand: Demand, tried: Collection[Incarnation], refused: Collection[Incarnation]
+        self,
+        demand: Demand,
+        prompt: Prompt,
+        tried: Collection[Incarnation],
+        refused: Collection[Incarnation],
     ) -> Route | None:
         able = sorted((w for w in self.workers if w not in refused), key=lambda w: w in tried)
         return Route(able[0], (PREFILL,)) if able else None
