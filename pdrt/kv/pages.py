@@ -136,6 +136,11 @@ class PageTable:
         assert page in self._holders, page
         return holder in self._holders[page]
 
+    def holders(self, page: int) -> frozenset[Owner]:
+        """Who reads this cached page."""
+        assert page in self._holders, page
+        return frozenset(self._holders[page])
+
     def held_by(self, kind: OwnerKind) -> dict[Owner, set[int]]:
         """Every reader of `kind` with the cached pages that it reads. O(cached pages)."""
         found: dict[Owner, set[int]] = {}

@@ -3,6 +3,13 @@
 A page's key is the hash of its tokens and of the key of the page before it, so a key stands for
 the whole prefix. What nobody reads stays until its page is wanted for something else; then the
 page that has been unread for longest goes first, and of one prefix the end before the beginning.
+
+Whoever holds a page holds the pages of the whole prefix before it, and whoever lets go lets go of
+the end first. So no page is ever cached behind a gap: where one is held, the prefix before it is
+held too, and where one is unread, the prefix before it was read as lately as itself.
+
+Two that compute the same prefix at once cache a copy each under one key, as each must hold a whole
+prefix of its own. A copy stays only as long as it is read; one that nobody reads has no copies.
 """
 
 from __future__ import annotations
@@ -24,12 +31,13 @@ KEY_BYTES = 16
 def extend_keys(keys: list[PageKey], tokens: Sequence[int], page_size: int, salt: str) -> None:
     """Append the keys of the full pages of `tokens` that `keys`, those of the first ones, lacks.
 
-    `salt`: prefixes are shared between equal salts only.
+    `tokens`: ids, each in [0, 2**32). `salt`: prefixes are shared between equal salts only.
+
+    Raises:
+        OverflowError: an id is out of range.
     """
     for index in range(len(keys), len(tokens) // page_size):
-        before = (
-            keys[-1] if keys else hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
-        )
+        before = keys[-1] if keys else _root(salt)
         page = array("I", tokens[index * page_size : (index + 1) * page_size])
         digest = hashlib.blake2b(before + page.tobytes(), digest_size=KEY_BYTES).digest()
         keys.append(PageKey(digest))
@@ -42,24 +50,35 @@ def page_keys(tokens: Sequence[int], page_size: int, salt: str = "") -> list[Pag
     return keys
 
 
+def _root(salt: str) -> bytes:
+    """Hashed apart from pages: otherwise a client could choose a salt that reads as somebody's
+    page, and put its own KV behind that prefix."""
+    return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest()
+
+
 class PrefixCache:
     """Which cached page holds which prefix. All taking and giving back of a pool's pages goes
     through here where there is a cache, as a page that nobody reads counts as good as free.
 
     Attributes:
-        counts: what happened, by reason: `hit` and `missed` (pages looked up and found or not),
-            `inserted`, `duplicate` (content that was cached already: the page stays its owner's),
-            `evicted`.
+        counts: pages by what happened to them: `inserted`, `duplicate` (of these, with content that
+            was cached already), `evicted`.
+        tokens: prompt tokens by what a look-up gave: `hit`, `missed`, and `bypassed` where there
+            was none on purpose.
     """
 
     def __init__(self, pages: PageTable, is_enabled: bool = True) -> None:
         """Without `is_enabled` nothing is ever found or inserted."""
         self.pages = pages
         self.counts: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
         self._is_enabled = is_enabled
-        # One to one.
-        self._page_of: dict[PageKey, int] = {}
+        # Of every cached page; the same key several times while several hold copies.
         self._key_of: dict[int, PageKey] = {}
+        # The inverse; never empty for a key that is here.
+        self._pages_of: dict[PageKey, list[int]] = {}
+        # Of every key in `_pages_of`, the one before it in its prefix.
+        self._before: dict[PageKey, PageKey | None] = {}
         # Exactly the cached pages that nobody holds, the one to go first in front.
         self._idle: dict[int, None] = {}
 
@@ -76,28 +95,33 @@ class PrefixCache:
         """Cached pages of the longest known prefix. Changes nothing: `hold` what is used."""
         found: list[int] = []
         for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
+            pages = self._pages_of.get(key)
+            if pages is None:
                 break
-            found.append(page)
+            found.append(pages[0])
         return found
 
     def knows(self, key: PageKey) -> bool:
-        return key in self._page_of
+        return key in self._pages_of
 
     def count_lookup(self, hits: int, looked_up: int) -> None:
-        """Of `looked_up` full pages of a prompt, `hits` were found and used."""
-        self.counts["hit"] += hits
-        self.counts["missed"] += looked_up - hits
+        """Of `looked_up` prompt tokens, `hits` were found and used."""
+        self.tokens["hit"] += hits
+        self.tokens["missed"] += looked_up - hits
+
+    def count_bypass(self, tokens: int) -> None:
+        """So many prompt tokens were not looked up."""
+        self.tokens["bypassed"] += tokens
 
     def hold(self, pages: Sequence[int], holder: Owner) -> None:
-        """`holder` reads these cached pages: they cannot be evicted until it drops them."""
+        """`holder` reads these cached pages: they cannot be evicted until it lets go. They follow
+        those it holds already; together they are a prefix from its beginning on."""
         self.pages.hold(pages, holder)
         for page in pages:
             self._idle.pop(page, None)
 
     def pass_hold(self, pages: Sequence[int], giver: Owner, taker: Owner) -> None:
-        """`taker` reads these cached pages in `giver`'s place."""
+        """`taker` reads these cached pages, all that `giver` holds, in `giver`'s place."""
         self.pages.pass_hold(pages, giver, taker)
 
     def take(self, count: int, owner: Owner) -> list[int]:
@@ -116,17 +140,12 @@ class PrefixCache:
     def make_room(self, count: int) -> None:
         """Evict until `count` pages are free, or nothing more can be evicted."""
         while self.pages.free_count < count and self._idle:
-            page = next(iter(self._idle))
-            del self._idle[page]
-            del self._page_of[self._key_of.pop(page)]
-            self.pages.evict(page)
-            self.counts["evicted"] += 1
+            self._evict(next(iter(self._idle)))
 
     def insert(self, keys: Sequence[PageKey], pages: Sequence[int], owner: Owner) -> list[int]:
-        """`pages`, `owner`'s own or held by it, hold the prefix that `keys` name, and are complete.
-
-        Those it owns become cached ones that it holds, except where another page has the same
-        content: that one stays its own.
+        """`pages`, `owner`'s own or held by it, hold the prefix that `keys` name, from its
+        beginning on, and are complete: nobody writes into them any more. Its own become cached
+        ones that it holds.
 
         Returns:
             The pages that have become cached ones just now.
@@ -134,35 +153,80 @@ class PrefixCache:
         assert len(keys) == len(pages), (len(keys), len(pages))
         if not self._is_enabled:
             return []
-        inserted: list[int] = []
-        for key, page in zip(keys, pages, strict=True):
-            if self.pages.owner(page) is CACHE:
-                continue
-            if key in self._page_of:
-                self.counts["duplicate"] += 1
-                continue
-            self._page_of[key] = page
-            self._key_of[page] = key
-            inserted.append(page)
+        first = self._held_prefix(keys, pages, owner)
+        inserted = list(pages[first:])
         self.pages.cache(inserted, owner)
+        for index in range(first, len(keys)):
+            self._add(keys[index], keys[index - 1] if index else None, pages[index])
         self.counts["inserted"] += len(inserted)
         return inserted
 
+    def _held_prefix(self, keys: Sequence[PageKey], pages: Sequence[int], owner: Owner) -> int:
+        """How many of `pages`, from the first on, are cached already."""
+        for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
+            if self.pages.owner(page) is not CACHE:
+                return index
+            assert self._key_of[page] == key, (page, owner)
+            assert self.pages.is_held_by(page, owner), (page, owner)
+        return len(pages)
+
+    def _add(self, key: PageKey, before: PageKey | None, page: int) -> None:
+        """A page that its owner holds becomes one of those under `key`."""
+        copies = self._pages_of.get(key, [])
+        self.counts["duplicate"] += bool(copies)
+        if copies and copies[0] in self._idle:
+            self._evict(copies[0])
+        self._pages_of.setdefault(key, []).append(page)
+        self._before[key] = before
+        self._key_of[page] = key
+
     def release(self, pages: Sequence[int], owner: Owner) -> None:
-        """`owner` needs these pages no longer, its own or held by it, in the order of a prefix:
-        its own become free, cached ones stay, to be evicted from the end of the prefix on."""
+        """`owner` needs these pages no longer, its own or held by it, in the order of a prefix,
+        all of them from some index on: its own become free, cached ones stay, to be evicted from
+        the end of the prefix on."""
         cached = [page for page in pages if self.pages.owner(page) is CACHE]
+        own = [page for page in pages if self.pages.owner(page) is not CACHE]
+        self.pages.free(own, owner)
         self.pages.drop(cached, owner)
         for page in reversed(cached):
             if not self.pages.is_held(page):
                 self._idle[page] = None
-        self.pages.free([page for page in pages if self.pages.owner(page) == owner], owner)
+                if len(self._pages_of[self._key_of[page]]) > 1:
+                    self._evict(page)
+
+    def _evict(self, page: int) -> None:
+        """An idle page becomes free."""
+        del self._idle[page]
+        key = self._key_of.pop(page)
+        self._pages_of[key].remove(page)
+        if not self._pages_of[key]:
+            del self._pages_of[key], self._before[key]
+        self.pages.evict(page)
+        self.counts["evicted"] += 1
 
     def check(self) -> None:
         """Raise AssertionError where the cache contradicts itself or the page table."""
-        assert len(self._page_of) == len(self._key_of)
-        assert all(self._key_of[page] == key for key, page in self._page_of.items())
+        listed = [(page, key) for key, pages in self._pages_of.items() for page in pages]
+        assert len(listed) == len(self._key_of) and dict(listed) == self._key_of
+        assert all(self._pages_of.values()), "a key without a page"
         cached = {page for page in range(self.pages.total) if self.pages.owner(page) is CACHE}
         assert cached == set(self._key_of), cached ^ set(self._key_of)
         idle = {page for page in cached if not self.pages.is_held(page)}
         assert idle == set(self._idle), idle ^ set(self._idle)
+        assert all(len(self._pages_of[self._key_of[page]]) == 1 for page in idle), "an idle copy"
+        assert self._before.keys() == self._pages_of.keys()
+        self._check_prefixes()
+
+    def _check_prefixes(self) -> None:
+        """Nothing is cached behind a gap, nor held or kept longer than what comes before it."""
+        age = {page: place for place, page in enumerate(self._idle)}
+        for page, key in self._key_of.items():
+            before = self._before[key]
+            if before is None:
+                continue
+            earlier = self._pages_of.get(before)
+            assert earlier is not None, (page, "cached behind a gap")
+            for holder in self.pages.holders(page):
+                assert any(self.pages.is_held_by(p, holder) for p in earlier), (page, holder)
+            is_kept = earlier[0] not in age or age.get(page, -1) < age[earlier[0]]
+            assert is_kept, (page, "is evicted after the page before it")
