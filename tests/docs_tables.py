@@ -1,4 +1,5 @@
-"""Tables of docs/protocol.md, generated from the code: `python -m tests.docs_tables --write`.
+"""Tables of docs/protocol.md and docs/metrics.md, generated from the code:
+`python -m tests.docs_tables --write`.
 
 Each stands between `<!-- generated:NAME -->` and `<!-- end -->`; without `--write` the command
 only says whether they are up to date, as `tests/test_docs.py` does.
@@ -18,11 +19,13 @@ from typing import Any, get_args
 import msgspec
 
 from pdrt.config import ProtocolConfig
+from pdrt.observe.families import FAMILIES, Kind
 from pdrt.protocol import gateway_messages, leases, messages, room_writer, rooms
 from pdrt.protocol.gateway_messages import GatewayToWorker, WorkerToGateway
 from pdrt.protocol.messages import NOT_RETRYABLE, DecodeToPrefill, PrefillToDecode, Reason
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "protocol.md"
+DOCS = Path(__file__).parents[1] / "docs"
+DOCUMENTS = (DOCS / "protocol.md", DOCS / "metrics.md")
 MARKED = re.compile(r"(<!-- generated:(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -128,6 +131,16 @@ def _description(info: Any) -> str:
     return str(info.extra_json_schema["description"])
 
 
+def metrics() -> str:
+    """Every metric, its samples named as a query names them."""
+    rows = []
+    for family in FAMILIES:
+        name = family.name + ("_total" if family.kind is Kind.COUNTER else "")
+        labels = ", ".join(code(label) for label in family.labels)
+        rows.append([code(name), family.kind.value, labels, family.text])
+    return table(["metric", "type", "labels", "meaning"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "lease-transitions": lambda: transitions(leases.TRANSITIONS),
     "room-transitions": lambda: transitions(rooms.TRANSITIONS),
@@ -139,6 +152,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "outcomes": outcomes,
     "reasons": reasons,
     "defaults": defaults,
+    "metrics": metrics,
 }
 
 
@@ -152,14 +166,13 @@ def generated(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    before = DOCUMENT.read_text(encoding="utf-8")
-    after = generated(before)
-    if "--write" in arguments:
-        DOCUMENT.write_text(after, encoding="utf-8")
-        return 0
-    if before != after:
-        print(f"{DOCUMENT.name} is stale: run python -m tests.docs_tables --write")
-    return int(before != after)
+    stale = [path for path in DOCUMENTS if path.read_text() != generated(path.read_text())]
+    for path in stale:
+        if "--write" in arguments:
+            path.write_text(generated(path.read_text()))
+        else:
+            print(f"{path.name} is stale: run python -m tests.docs_tables --write")
+    return int(bool(stale) and "--write" not in arguments)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_tables import DOCUMENT, MARKED, TABLES, generated
+from tests.docs_tables import DOCUMENTS as WITH_TABLES
+from tests.docs_tables import MARKED, TABLES, generated
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["docs/protocol.md", "docs/architecture.md", "docs/style.md", "CONTRIBUTING.md",
-             "CHANGELOG.md"]  # fmt: skip
+             "CHANGELOG.md", "docs/metrics.md", "docs/status.md"]  # fmt: skip
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 CODE_PATH = re.compile(r"`((?:pdrt/|tests/|docs/|kv/|protocol/|transfer/)[\w./-]+)`")
 
 
-def test_generated_tables_are_fresh() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
+@pytest.mark.parametrize("document", WITH_TABLES, ids=lambda path: path.stem)
+def test_generated_tables_are_fresh(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
     assert text == generated(text), "run python -m tests.docs_tables --write"
 
 
 def test_every_table_is_used_once() -> None:
-    used = [found[2] for found in MARKED.finditer(DOCUMENT.read_text(encoding="utf-8"))]
+    texts = [document.read_text(encoding="utf-8") for document in WITH_TABLES]
+    used = [found[2] for text in texts for found in MARKED.finditer(text)]
     assert sorted(used) == sorted(TABLES)
 
 
