@@ -85,8 +85,9 @@ class Executor:
             raise
         return executor
 
-    async def step(self, rows: Sequence[Row]) -> StepResult:
-        """Run one forward on the compute thread; the event loop goes on meanwhile.
+    def step(self, rows: Sequence[Row]) -> asyncio.Future[StepResult]:
+        """Run one forward on the compute thread, which begins at once, not when the result is
+        awaited; the event loop goes on meanwhile.
 
         Cancelling the caller does not stop a step that runs: its pages stay in use until it is
         over, and the next step may not begin before.
@@ -95,7 +96,7 @@ class Executor:
             Exception: whatever the forward raised (out of memory, say). The executor stays
                 usable; the rows' new KV is undefined.
         """
-        return await asyncio.wrap_future(self._submit(rows))
+        return asyncio.wrap_future(self._submit(rows))
 
     def step_blocking(self, rows: Sequence[Row]) -> StepResult:
         """`step` for callers without an event loop: waits for the compute thread."""
