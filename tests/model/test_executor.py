@@ -47,10 +47,9 @@ def test_a_step_that_samples_nothing(executor: Executor) -> None:
 
 
 async def test_one_step_at_a_time(executor: Executor) -> None:
-    running = asyncio.ensure_future(executor.step([row(20, [0, 1])]))
-    await asyncio.sleep(0)
+    running = executor.step([row(20, [0, 1])])
     with pytest.raises(AssertionError, match="one step at a time"):
-        await executor.step([row(20, [2, 3])])
+        executor.step([row(20, [2, 3])])
     await running
     await executor.step([row(20, [2, 3])])
 
@@ -67,7 +66,7 @@ async def test_a_cancelled_caller_does_not_stop_the_step(
         return forward(context)
 
     monkeypatch.setattr(executor, "forward", slow)
-    running = asyncio.ensure_future(executor.step([row(4, [0])]))
+    running = executor.step([row(4, [0])])
     await asyncio.to_thread(started.wait, 10)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
