@@ -30,6 +30,7 @@ def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
         Route("/ready", operations.ready),
         Route("/metrics", operations.metrics),
         Route("/status", operations.status),
+        Route("/workers/{worker}/drain", operations.drain, methods=["POST"]),
         Route("/debug/check", operations.check),
     ]
     app = Starlette(

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from pdrt.config import GatewayConfig
+from pdrt.gateway.drains import Drains
 from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
 from pdrt.gateway.inspection import Inspector
 from pdrt.gateway.registry import Registry, WorkerState
@@ -20,6 +21,7 @@ from pdrt.protocol.codec import BadFrame, Decoder, encode
 from pdrt.protocol.gateway_messages import (
     Finished,
     GatewayToWorker,
+    Gone,
     Register,
     Report,
     Submit,
@@ -61,6 +63,7 @@ class Hub:
             self.router.choose,
             self.router.learn,
         )
+        self.drains = Drains(incarnation, self.registry)
         self._inspector = Inspector(incarnation, self._send)
         self._streams: dict[int, OutputStream] = {}
         """By serial: every request of `requests`, and those ending in this very step."""
@@ -89,6 +92,10 @@ class Hub:
                 self._apply(self.requests.on_tokens(message, now))
             case Finished():
                 self._apply(self.requests.on_finished(message, now))
+            case Gone():
+                if self.registry.on_gone(message.worker, now):
+                    log.info("%s has left", self.registry.workers[message.worker].name)
+                    self._on_lost(message.worker, now)
             case Report():
                 if not self._inspector.on_report(message):
                     self.metrics.count_stale_message("report_unasked")
@@ -115,9 +122,22 @@ class Hub:
         now = self.clock()
         for worker in self.registry.on_tick(now):
             log.warning("%s is lost: silent too long", self.registry.workers[worker].name)
-            self.router.forget(worker)
-            self._apply(self.requests.on_worker_lost(worker, now))
+            self._on_lost(worker, now)
+        for message in self.drains.on_tick(now):
+            self._send(message)
         self._apply(self.requests.on_tick(now))
+
+    def _on_lost(self, worker: Incarnation, now: float) -> None:
+        self.router.forget(worker)
+        self._apply(self.requests.on_worker_lost(worker, now))
+
+    # From those who run it
+
+    def drain(self, worker: Incarnation) -> None:
+        """Have a worker finish what it has, and leave. Idempotent."""
+        for message in self.drains.ask(worker, self.clock()):
+            log.info("%s is asked to leave", self.registry.workers[worker].name)
+            self._send(message)
 
     # From clients
 

@@ -14,7 +14,7 @@ from pdrt.gateway.errors import ApiError
 from pdrt.gateway.exposition import merge
 from pdrt.gateway.http import JsonResponse
 from pdrt.gateway.hub import Hub
-from pdrt.gateway.registry import Worker
+from pdrt.gateway.registry import Worker, WorkerState
 from pdrt.gateway.served_model import ServedModel
 from pdrt.ids import short
 from pdrt.protocol.gateway_messages import Report
@@ -22,6 +22,8 @@ from pdrt.protocol.messages import Fingerprint
 
 REPORT_SECONDS_MAX = 1.0
 """A scrape shows the workers that answer in time."""
+NAMES_MAX = 8
+"""Workers that an answer names."""
 CHECK_SECONDS_MAX = 5.0
 """A check walks all tables of a worker."""
 
@@ -85,11 +87,28 @@ class Operations:
             "draining": self._hub.is_draining,
         }
         workers = [
-            _worker_status(worker, reports.get(incarnation))
+            _worker_status(worker, reports.get(incarnation), self._hub.clock())
             for incarnation, worker in self._hub.registry.workers.items()
         ]
         body = {"ready": ready, "reasons": reasons, "gateway": gateway, "workers": workers}
         return JsonResponse(body)
+
+    async def drain(self, request: Request) -> Response:
+        """Asks a worker to finish what it has and leave. Idempotent."""
+        prefix = request.path_params["worker"].lower()
+        found = self._hub.registry.find(prefix)
+        if not found:
+            raise ApiError(404, f"No worker's name begins with '{prefix[:40]}'", param="worker")
+        living = [worker for worker in found if worker.state is not WorkerState.LOST]
+        if len(living) > 1:
+            names = ", ".join(worker.name for worker in living[:NAMES_MAX])
+            raise ApiError(409, f"'{prefix[:40]}' may be any of: {names}", param="worker")
+        if not living:
+            raise ApiError(409, f"{found[0].name} is lost already", param="worker")
+        (worker,) = living
+        self._hub.drain(worker.incarnation)
+        role, name = worker.register.role.value, short(worker.incarnation)
+        return JsonResponse({"role": role, "worker": name, "state": worker.state.value})
 
     async def check(self, request: Request) -> Response:
         """Checks every invariant everywhere; 500 when one is broken, or a worker is silent."""
@@ -112,13 +131,15 @@ class Operations:
         return JsonResponse(body, 200 if ok else 500)
 
 
-def _worker_status(worker: Worker, report: Report | None) -> dict[str, Any]:
+def _worker_status(worker: Worker, report: Report | None, now: float) -> dict[str, Any]:
     register = worker.register
+    lost_seconds = None if worker.lost_at is None else round(now - worker.lost_at, 1)
     return {
         "role": register.role.value,
         "worker": short(worker.incarnation),
         "endpoint": register.endpoint,
         "state": worker.state.value,
+        "lost_seconds": lost_seconds,
         "fingerprint": _fingerprint_status(register.fingerprint),
         "load": msgspec.to_builtins(register.load),
         "healthy": register.healthy,

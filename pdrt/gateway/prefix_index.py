@@ -1,4 +1,4 @@
-"""What each prefill worker's prefix cache is likely to hold, guessed from what was sent there. Pure.
+"""What each prefill worker's prefix cache is likely to hold, by what was sent there. Pure.
 
 A guess only: workers evict, and other gateways send too. A wrong one costs compute, never an
 answer. What a worker says it found tells how far its guesses are to be trusted.
@@ -13,7 +13,7 @@ from pdrt.ids import Incarnation
 from pdrt.kv.prefix import PageKey, page_keys
 
 KEYS_MAX = 1 << 18
-"""Of all workers together, shared out equally: four million tokens of 16-token pages, some 60 MB."""
+"""Of all workers together, shared out equally: 4 million tokens of 16-token pages, some 50 MB."""
 KEYS_PER_PROMPT_MAX = 2048
 """Pages of one prompt that are looked at (32k tokens of 16-token pages, about 3 ms of the loop):
 who has so much of a prompt is preferred enough."""

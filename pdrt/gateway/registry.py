@@ -14,8 +14,10 @@ from pdrt.protocol.clock import SilenceClock
 from pdrt.protocol.gateway_messages import Register, Registered, Role
 from pdrt.protocol.messages import PROTOCOL_VERSION, Fingerprint
 
-LOST_KEPT_SECONDS = 300.0
+LOST_KEPT_SECONDS = 60.0
 """How long /status shows a lost worker; sooner forgotten when the table is full."""
+RETRY_SECONDS_MAX = 30
+"""What a client is told to wait at most, however long nobody has served."""
 REASONS_MAX = 16
 """Reasons that /ready lists: enough for a person, however many workers there are."""
 
@@ -25,22 +27,26 @@ class WorkerState(Enum):
     DRAINING = "draining"
     """Finishes what it has, takes nothing new."""
     LOST = "lost"
-    """Silent past the bound. It returns if it registers again."""
+    """Silent past the bound, or it said that it ends. It returns if it registers again."""
 
 
 class WorkerEvent(Enum):
     REGISTERED = "registered"
     REGISTERED_DRAINING = "registered draining"
     SILENT = "silent"
+    LEFT = "left"
+    """Its last word."""
 
 
 TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
     (WorkerState.LIVE, WorkerEvent.REGISTERED): WorkerState.LIVE,
     (WorkerState.LIVE, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
     (WorkerState.LIVE, WorkerEvent.SILENT): WorkerState.LOST,
+    (WorkerState.LIVE, WorkerEvent.LEFT): WorkerState.LOST,
     (WorkerState.DRAINING, WorkerEvent.REGISTERED): WorkerState.LIVE,
     (WorkerState.DRAINING, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
     (WorkerState.DRAINING, WorkerEvent.SILENT): WorkerState.LOST,
+    (WorkerState.DRAINING, WorkerEvent.LEFT): WorkerState.LOST,
     (WorkerState.LOST, WorkerEvent.REGISTERED): WorkerState.LIVE,
     (WorkerState.LOST, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
 }
@@ -54,6 +60,8 @@ class Worker(msgspec.Struct):
     state: WorkerState
     lost_at: float | None = None
     """Set exactly while LOST."""
+    unpaired: frozenset[str] = frozenset()
+    """Decode: usable prefill endpoints that it was paired with, and has lost since."""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -91,6 +99,8 @@ class Registry:
         """Messages that changed nothing, by reason."""
         self._prefills: dict[Fingerprint, dict[str, Worker]] | None = None
         """Usable prefill workers by fingerprint and endpoint; None when it must be built again."""
+        self._unready_since: float | None = now
+        """None exactly while a full pair could serve at the last tick."""
 
     # Events
 
@@ -106,13 +116,15 @@ class Registry:
             known = self.workers[message.worker] = Worker(message, WorkerState.LIVE)
         event = WorkerEvent.REGISTERED_DRAINING if message.draining else WorkerEvent.REGISTERED
         self._move(known, event, now)
-        known.register = message
+        before, known.register = known.register, message
         self._clock.heard(message.worker, now)
         if message.role is Role.PREFILL:
             self._prefills = None
-        endpoints: tuple[str, ...] = ()
-        if message.role is Role.DECODE:
-            endpoints = tuple(self.prefills_for(known))[: self._endpoints_max]
+            return Registered(self._gateway, message.worker, message.seq)
+        usable = self.prefills_for(known)
+        was_paired = known.unpaired.union(before.paired)
+        known.unpaired = was_paired.intersection(usable).difference(message.paired)
+        endpoints = tuple(usable)[: self._endpoints_max]
         return Registered(self._gateway, message.worker, message.seq, endpoints)
 
     def heard(self, worker: Incarnation, now: float) -> None:
@@ -120,6 +132,17 @@ class Registry:
         known = self.workers.get(worker)
         if known is not None and known.state is not WorkerState.LOST:
             self._clock.heard(worker, now)
+
+    def on_gone(self, worker: Incarnation, now: float) -> bool:
+        """Its last word: whether it is lost by this."""
+        known = self.workers.get(worker)
+        if known is None or known.state is WorkerState.LOST:
+            self.stale["gone_unknown"] += 1
+            return False
+        self._move(known, WorkerEvent.LEFT, now)
+        self._clock.forget(worker)
+        self._prefills = None
+        return True
 
     def on_tick(self, now: float) -> list[Incarnation]:
         """Workers lost just now. Everything that has arrived must have been read before."""
@@ -130,6 +153,10 @@ class Registry:
         for worker in list(self.workers.values()):
             if worker.lost_at is not None and now - worker.lost_at > LOST_KEPT_SECONDS:
                 del self.workers[worker.incarnation]
+        if next(self.decodes(), None) is not None:
+            self._unready_since = None
+        elif self._unready_since is None:
+            self._unready_since = now
         return silent
 
     def _move(self, worker: Worker, event: WorkerEvent, now: float) -> None:
@@ -201,8 +228,22 @@ class Registry:
                 reasons += self._complaints(worker)
         for decode in present[Role.DECODE]:
             for prefill in present[Role.PREFILL]:
-                reasons += self._pair_complaints(prefill, decode)
+                if prefill.state is WorkerState.LIVE:
+                    reasons += self._pair_complaints(prefill, decode)
         return False, list(dict.fromkeys(reasons))[:REASONS_MAX]
+
+    def retry_after_seconds(self, now: float) -> int:
+        """How long a client that nobody can serve is told to wait, whole seconds from 1.
+
+        Who has been away for some time will be for about as long again: a worker that starts
+        anew loads its model first, and how long that takes shows only in the waiting.
+        """
+        away = 0.0 if self._unready_since is None else now - self._unready_since
+        return max(1, min(round(away), RETRY_SECONDS_MAX))
+
+    def find(self, prefix: str) -> list[Worker]:
+        """Workers whose name, 16 hex digits, begins so."""
+        return [w for w in self.workers.values() if short(w.incarnation).startswith(prefix)]
 
     def _complaints(self, worker: Worker) -> list[str]:
         if worker.state is WorkerState.DRAINING:
@@ -234,6 +275,8 @@ class Registry:
             return [f"{prefill.name} and {decode.name} cannot be paired: {what}"]
         if decode.register.refused:
             return [f"{decode.name}: {refused}" for refused in decode.register.refused]
+        if prefill.register.endpoint in decode.unpaired:
+            return [f"{decode.name} has lost {prefill.name}"]
         if prefill.register.endpoint not in decode.register.paired:
             return [f"{prefill.name} and {decode.name}: handshake not finished"]
         return []

@@ -52,9 +52,7 @@ class Demand(msgspec.Struct, frozen=True):
     """`prefill_tokens` of attempts without a token yet, by the endpoint preferred for them."""
 
 
-Choose = Callable[
-    [Demand, Prompt, Collection[Incarnation], Collection[Incarnation]], Route | None
-]
+Choose = Callable[[Demand, Prompt, Collection[Incarnation], Collection[Incarnation]], Route | None]
 """As `Router.choose`."""
 Learn = Callable[[Route, Incarnation | None, int], None]
 """As `Router.learn`."""
@@ -94,7 +92,11 @@ class Router:
             return None
         decode, paired = min(
             candidates,
-            key=lambda c: (c[0].incarnation in tried, *_decode_load(c[0], demand), self._last(c[0])),
+            key=lambda candidate: (
+                candidate[0].incarnation in tried,
+                _decode_load(candidate[0], demand),
+                self._last(candidate[0]),
+            ),
         )
         usable = self._registry.prefills_for(decode)
         costs = {e: self._cost(worker, prompt, e, demand) for e, worker in usable.items()}

@@ -118,6 +118,12 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """Words for a person, when `reason` is an error."""
 
 
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """A worker's last word: it ends, and nobody needs to wait for its silence."""
+
+    worker: Incarnation
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
     """Answers an `Inspect`."""
 
@@ -198,5 +204,5 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     gateway: Incarnation
 
 
-WorkerToGateway = Register | Tokens | PromptLogprobs | Finished | Report
+WorkerToGateway = Register | Tokens | PromptLogprobs | Finished | Report | Gone
 GatewayToWorker = Registered | Submit | Cancel | Credit | Inspect | Drain

@@ -19,6 +19,7 @@ from pdrt.protocol.gateway_messages import (
     Drain,
     Finished,
     GatewayToWorker,
+    Gone,
     Inspect,
     PromptLogprobs,
     Register,
@@ -220,5 +221,7 @@ class GatewayLinks:
                 )
 
     def close(self) -> None:
+        """The worker ends: says so, with all that was said before."""
         for link in self._links:
+            link.channel.send(encode(Gone(self._worker)))
             link.channel.close()
