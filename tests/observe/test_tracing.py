@@ -1,0 +1,148 @@
+"""Spans as a collector gets them, and what tracing may cost: nothing when it is off, never time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from pdrt.errors import ConfigError
+from pdrt.observe.tracing import Tracer, check_tracing
+
+CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+UNSAMPLED = CLIENT[:-1] + "0"
+HANG_SECONDS = 30.0
+
+
+class Collector:
+    """An OTLP/HTTP collector."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.requests: list[ExportTraceServiceRequest] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                outer.paths.append(self.path)
+                outer.requests.append(ExportTraceServiceRequest.FromString(body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def test_spans_arrive_with_times_parents_and_attributes() -> None:
+    collector = Collector()
+    tracer = Tracer(collector.url, "gateway", "00d1")
+    request = tracer.start("request", CLIENT, 10.0)
+    tracer.record("decode.queue", request.traceparent, 10.5, 12.0, {"pdrt.room": "r/1"})
+    request.end(13.0, {"pdrt.outcome": "stop", "pdrt.output_tokens": 7})
+    tracer.close()
+    collector.server.shutdown()
+    assert collector.paths == ["/v1/traces"]
+    (resource,) = collector.requests[0].resource_spans
+    facts = {a.key: a.value.string_value for a in resource.resource.attributes}
+    assert (facts["service.name"], facts["pdrt.role"]) == ("pdrt", "gateway")
+    assert facts["service.instance.id"] == "00d1"
+    spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
+    outer, inner = spans["request"], spans["decode.queue"]
+    assert outer.trace_id == inner.trace_id == bytes.fromhex(CLIENT.split("-")[1])
+    assert outer.parent_span_id == bytes.fromhex(CLIENT.split("-")[2])
+    assert inner.parent_span_id == outer.span_id
+    assert outer.end_time_unix_nano - outer.start_time_unix_nano == 3_000_000_000
+    assert inner.end_time_unix_nano - inner.start_time_unix_nano == 1_500_000_000
+    assert {a.key: a.value.int_value for a in outer.attributes}["pdrt.output_tokens"] == 7
+
+
+@pytest.mark.parametrize("header", ["", "nonsense", CLIENT.replace("00-", "zz-"), "0" * 5000])
+def test_without_a_valid_parent_a_trace_begins(header: str) -> None:
+    tracer = Tracer("http://127.0.0.1:9", "gateway", "00d1")
+    one, two = tracer.start("request", header, 0.0), tracer.start("request", header, 0.0)
+    traces = {span.traceparent.split("-")[1] for span in (one, two)}
+    assert len(traces) == 2
+    assert all(int(span.traceparent[-2:], 16) & 1 for span in (one, two)), "sampled"
+
+
+def test_a_client_that_does_not_sample_is_heeded() -> None:
+    collector = Collector()
+    tracer = Tracer(collector.url, "gateway", "00d1")
+    span = tracer.start("request", UNSAMPLED, 0.0)
+    assert not int(span.traceparent[-2:], 16) & 1
+    tracer.record("decode.queue", span.traceparent, 0.0, 1.0, {})
+    span.end(1.0, {})
+    tracer.close()
+    collector.server.shutdown()
+    assert collector.requests == []
+
+
+def test_a_collector_that_is_away_costs_no_time_and_bounded_memory() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}", "decode", "00d1")
+        for _ in range(20_000):
+            tracer.record("decode.queue", CLIENT, 0.0, 1.0, {"pdrt.room": "r/1"})
+        tracer.close()
+
+
+def test_off_it_passes_the_clients_context_on_and_imports_nothing() -> None:
+    script = f"""
+import sys
+from pdrt.observe.tracing import Tracer, check_tracing
+check_tracing(None)
+tracer = Tracer(None, "gateway", "00d1")
+span = tracer.start("request", {CLIENT!r}, 0.0)
+assert span.traceparent == {CLIENT!r}
+assert tracer.start("request", "nonsense", 0.0).traceparent == ""
+tracer.record("decode.queue", span.traceparent, 0.0, 1.0, {{}})
+span.end(1.0, {{"pdrt.outcome": "stop"}})
+tracer.close()
+print(any(name.startswith("opentelemetry") for name in sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, timeout=HANG_SECONDS, check=True
+    )
+    assert done.stdout == b"False\n"
+
+
+def test_the_console_gets_one_json_object_a_line() -> None:
+    script = f"""
+from pdrt.observe.tracing import Tracer
+tracer = Tracer("console", "decode", "00d1")
+for number in range(3):
+    tracer.record("decode.queue", {CLIENT!r}, 0.0, 1.0, {{"pdrt.number": number}})
+tracer.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, timeout=HANG_SECONDS, check=True
+    )
+    spans = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [span["attributes"]["pdrt.number"] for span in spans] == [0, 1, 2]
+    assert {span["parent_id"] for span in spans} == {"0x" + CLIENT.split("-")[2]}
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4318", "ftp://x", "http://", "Console", "http://["]
+)
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="--otlp-endpoint"):
+        check_tracing(endpoint)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_tracing("console")
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'pdrt\[otel\]'"):
+        check_tracing("console")
