@@ -93,6 +93,7 @@ class ForwardContext:
         """Index, in the caller's rows, of each row whose next token is drawn."""
         self.logits_to_keep = self.to_device(ends[sampled] - 1)
         self._slots = self.to_device(self._storage_slots(packed, positions))
+        self._layers_stored = 0
 
     def to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.pool.tensor.device)
@@ -120,8 +121,19 @@ class ForwardContext:
         return np.asarray(slots).reshape(-1)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write keys and values, both (tokens, kv_heads, head_dim), into the pages."""
+        """Write keys and values, both (tokens, kv_heads, head_dim), into the pages.
+
+        Raises:
+            ModelError: the layers do not come in order, once each: what they keep is not one key
+                and one value per layer, and a second call would overwrite the first one's.
+        """
         layout = self.pool.layout
+        if layer != self._layers_stored:
+            raise ModelError(
+                f"attention of layer {layer} where that of layer {self._layers_stored} is expected:"
+                " the model does not attend once per layer, and its KV is of another kind"
+            )
+        self._layers_stored += 1
         block = torch.stack((key, value), dim=2).view(-1, layout.head_dim)
         # Slots that are masked out are still multiplied, by a probability of 0: what one sequence
         # leaves in a page must be finite, or it would turn the next owner's outputs into NaN.
@@ -129,6 +141,18 @@ class ForwardContext:
         self.pool.tensor.view(-1, layout.head_dim).index_copy_(
             0, self._slots + layer * 2 * layout.page_size, block
         )
+
+    def check_complete(self) -> None:
+        """After a forward.
+
+        Raises:
+            ModelError: some layers attended in another way, past the pages.
+        """
+        if self._layers_stored != self.pool.layout.layers:
+            raise ModelError(
+                f"only {self._layers_stored} of {self.pool.layout.layers} layers attend over "
+                "pages: the model does not use the attention interface"
+            )
 
 
 def layer_window(module: nn.Module, layer: int) -> int | None:

@@ -141,6 +141,7 @@ class Executor:
             logits_to_keep=context.logits_to_keep,
             forward_context=context,
         )
+        context.check_complete()
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -174,7 +175,7 @@ def _prepare_thread(plan: ComputePlan) -> None:
 def _load(
     directory: Path, model: ModelConfig, identity: ModelIdentity, device: torch.device
 ) -> tuple[LoadedModel, KvPool]:
-    loaded = load_model(directory, model, device)
+    loaded = load_model(directory, model, device, identity.max_model_len)
     if device.type == "cuda":
         available = cuda_pool_bytes(device, model.gpu_memory_utilization)
     else:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdrt.errors import ModelError
-from pdrt.model.support import check_supported
+from pdrt.model.support import check_supported, longrope_limit
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -39,13 +39,16 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     name: str
     """The directory's name; clients see it unless a served name is configured."""
     digest: str
-    """Hex digits: configuration, tokenizer, shapes and samples of the weights."""
+    """Hex digits: configuration, tokenizer, shapes and samples of the weights; then, each after a
+    `+`, how a worker differs from the model as it is (`+int8`, `+longrope`)."""
     max_model_len: int
     """Prompt and output tokens at most."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     architecture: str
     """Class name, as in LlamaForCausalLM."""
+    longrope_limit: int | None = None
+    """See `pdrt.model.support.longrope_limit`."""
 
 
 def read_identity(directory: Path, load_format: Literal["auto", "dummy"] = "auto") -> ModelIdentity:
@@ -67,7 +70,13 @@ def read_identity(directory: Path, load_format: Literal["auto", "dummy"] = "auto
         vocab_size=_integer(config, ("vocab_size",)),
         eos_token_ids=tuple(_as_ids(eos)),
         architecture=config["architectures"][0],
+        longrope_limit=longrope_limit(config),
     )
+
+
+def base_digest(digest: str) -> str:
+    """The digest without what a worker's own flags add: what a gateway compares with its own."""
+    return digest.partition("+")[0]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -131,7 +140,10 @@ def _add_weights(digest: hashlib._Hash, path: Path) -> None:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if not 2 <= header_bytes <= size - 8:
-            raise ModelError(f"{path} is not a safetensors file, or is cut short")
+            raise ModelError(
+                f"{path} is not a safetensors file, or is cut short (or a pointer of git lfs: "
+                "`git lfs pull` fetches what it points to)"
+            )
         _add(digest, path.name, file.read(header_bytes))
         first = 8 + header_bytes
         for index in range(SAMPLES_PER_FILE):

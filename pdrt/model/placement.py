@@ -49,7 +49,7 @@ def select_device(device: DeviceConfig) -> torch.device:
 
 
 def limit_identity(identity: ModelIdentity, model: ModelConfig) -> ModelIdentity:
-    """The identity under the configured name and length.
+    """The identity under the configured name and length, its digest with what they change.
 
     Raises:
         ConfigError: `max_model_len` is longer than the model's own, or not positive.
@@ -59,10 +59,15 @@ def limit_identity(identity: ModelIdentity, model: ModelConfig) -> ModelIdentity
         raise ConfigError(
             f"--max-model-len {length}: {identity.name} takes 1 to {identity.max_model_len} tokens"
         )
+    length = length or identity.max_model_len
+    variants = [] if model.quantization is None else [model.quantization]
+    if identity.longrope_limit is not None and length > identity.longrope_limit:
+        variants.append("longrope")
     return msgspec.structs.replace(
         identity,
         name=model.served_model_name or identity.name,
-        max_model_len=length or identity.max_model_len,
+        max_model_len=length,
+        digest="+".join((identity.digest, *variants)),
     )
 
 

@@ -32,10 +32,21 @@ STATE_KEYS = (
     "state_size",
 )  # fmt: skip
 MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "speech_config")
+TESTED_TYPES = frozenset({
+    "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2",
+    "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "llama", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "solar_open", "starcoder2", "vaultgemma",
+})  # fmt: skip
+"""Values of `model_type` that tests/model/test_families.py compares with transformers. Another one
+may run, and may be silently wrong: whoever needs it adds a line here and one there."""
 UNEVEN_KEYS = ("block_configs", "global_head_dim", "num_global_key_value_heads", "num_query_heads")
 SINK_MODELS = frozenset({"gpt_oss", "mimo_v2", "mimo_v2_flash"})
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+LONGROPE_TYPES = frozenset({"longrope", "su"})
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 
 
@@ -56,6 +67,24 @@ def check_supported(config: Mapping[str, Any]) -> None:
         raise ModelError(f"{architectures[0]} is not supported: {reason}")
 
 
+def longrope_limit(config: Mapping[str, Any]) -> int | None:
+    """Tokens up to which a `longrope` model (Phi-3 and 4) rotates by its short factors, or None
+    for a model of another kind. Which set of factors is used is fixed at load, by whether
+    `max_model_len` is above this: a sequence never changes over, as its earlier keys could not.
+
+    Raises:
+        ModelError: the model has such factors and does not say where they begin.
+    """
+    rope = _rope(config)
+    if not _is_longrope(rope):
+        return None
+    key = "original_max_position_embeddings"
+    limit = config.get(key) or rope.get(key)
+    if not isinstance(limit, int) or limit < 1:
+        raise ModelError(f"config.json has rope_type longrope, but no {key}")
+    return limit
+
+
 def _refusal(architecture: str, config: Mapping[str, Any]) -> str | None:
     model_type = config.get("model_type")
     if any(isinstance(config.get(key), dict) for key in MULTIMODAL_KEYS):
@@ -72,11 +101,23 @@ def _refusal(architecture: str, config: Mapping[str, Any]) -> str | None:
         _refused_layers(config)
         or _refused_heads(config)
         or _refused_rope(config)
-        or (
-            None
-            if architecture.endswith(CAUSAL_SUFFIXES)
-            else "it is not a causal language model (…ForCausalLM)"
-        )
+        or _refused_type(architecture, config)
+    )
+
+
+def _refused_type(architecture: str, config: Mapping[str, Any]) -> str | None:
+    model_type = config.get("model_type")
+    if model_type in TESTED_TYPES:
+        if architecture.endswith(CAUSAL_SUFFIXES):
+            return None
+        return "it is not a causal language model (…ForCausalLM)"
+    if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
+        return "it needs code from its own repository (auto_map), and such code is never run"
+    if not architecture.endswith(CAUSAL_SUFFIXES):
+        return "it is not a causal language model (…ForCausalLM)"
+    return (
+        f"its model_type {model_type!r} has not been tested against transformers; "
+        f"tested are {', '.join(sorted(TESTED_TYPES))}"
     )
 
 
@@ -106,15 +147,17 @@ def _refused_heads(config: Mapping[str, Any]) -> str | None:
 
 
 def _refused_rope(config: Mapping[str, Any]) -> str | None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, dict):
-        return None
-    # One set of parameters, or one per type of layer.
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if kind in BATCH_DEPENDENT_ROPE:
-            return (
-                f"its rope_type {kind!r} rotates keys by the longest sequence of a batch, "
-                "so that KV computed in chunks, or elsewhere, would differ"
-            )
+    # `dynamic` changes only beyond the model's own length, which is never served.
+    nested = [value for value in _rope(config).values() if isinstance(value, dict)]
+    if any(_is_longrope(value) for value in nested):
+        return "its rope_type 'longrope' differs by type of layer, which is not known"
     return None
+
+
+def _is_longrope(rope: Mapping[str, Any]) -> bool:
+    return rope.get("rope_type", rope.get("type")) in LONGROPE_TYPES
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    return rope if isinstance(rope, dict) else {}
