@@ -1,6 +1,6 @@
 """The rooms of a decode worker: opening them for waiting requests, and what comes of them.
 
-Ties lease table, page table and scheduler together; the one place where leased pages become free.
+Ties lease table, pages and scheduler together.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 
 from pdrt.config import ProtocolConfig
 from pdrt.decode.handover import Handover, RoomEffect
-from pdrt.errors import PoolExhausted
-from pdrt.ids import RequestId, RoomId
-from pdrt.kv.pages import Owner, OwnerKind, PageTable
+from pdrt.decode.pages import DecodePages, RoomPages
+from pdrt.ids import Incarnation, RequestId, RoomId
 from pdrt.observe.metrics import Metrics
 from pdrt.protocol.effects import EndLease, FailRoom, LeaseReady, TakeFirstToken
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.protocol.leases import GrantRequest, LeaseState, LeaseTable
-from pdrt.protocol.messages import TURNED_AWAY, Reason
-from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler
+from pdrt.protocol.messages import TURNED_AWAY, FirstTokenData, Reason
+from pdrt.sampling import TokenLogprobs
+from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler, End
 
 log = logging.getLogger(__name__)
 
@@ -43,21 +43,26 @@ REVOKE_BY_FINISH = {
 class RoomEvents(msgspec.Struct, frozen=True):
     """What the worker hears of its rooms."""
 
-    on_token: Callable[[DecodeRequest, int, float], None]
-    """The first token of a room has been sampled."""
+    on_token: Callable[[DecodeRequest, FirstTokenData, Incarnation, float], None]
+    """The first token of a room has been sampled, by this writer."""
+    on_scores: Callable[[DecodeRequest, tuple[TokenLogprobs, ...], Incarnation], None]
+    """The prompt's log probabilities; before any token."""
     on_ready: Callable[[], None]
     """A sequence has joined: there is something to decode."""
-    on_over: Callable[[DecodeRequest, FinishReason, str], None]
+    on_over: Callable[[DecodeRequest, End], None]
     """A request ends with its room: that failed, or nothing is left to decode."""
 
 
 class _Room:
     """What the worker knows of one room beyond its lease."""
 
-    def __init__(self, request: RequestId, pages: list[int]) -> None:
+    def __init__(self, request: RequestId, pages: RoomPages, writer: Incarnation) -> None:
         self.request: RequestId | None = request
         """None once that has ended or gone on in another room."""
         self.pages = pages
+        self.writer = writer
+        self.first: FirstTokenData | None = None
+        """Kept back until the prompt's log probabilities are there."""
         self.failed_at: float | None = None
         self.reason: Reason | None = None
 
@@ -68,7 +73,7 @@ class Rooms:
     def __init__(
         self,
         table: LeaseTable,
-        pages: PageTable,
+        pages: DecodePages,
         scheduler: DecodeScheduler,
         config: ProtocolConfig,
         metrics: Metrics,
@@ -106,15 +111,12 @@ class Rooms:
             endpoint = self._choose(request)
             if endpoint is None or self.table.refuses(now):
                 return
-            written, leased = self._scheduler.pages_wanted(request)
-            # A page for each running sequence stays free, or growth would preempt at once.
-            if leased and self._pages.free_count - leased < self._scheduler.running:
+            room, wanted = self.table.next_room(), self._scheduler.pages_wanted(request)
+            # A page for each running sequence stays available, or growth would preempt at once.
+            pages = self._pages.lease(request, room, wanted, self._scheduler.running)
+            if pages is None:
                 return
-            try:
-                pages = self._pages.take(leased, _lease(self.table.next_room()))
-            except PoolExhausted:
-                return
-            self._open(request, endpoint, pages, written)
+            self._open(request, endpoint, pages)
 
     def _choose(self, request: DecodeRequest) -> str | None:
         usable = self.table.usable_endpoints()
@@ -123,20 +125,23 @@ class Rooms:
         choices = preferred or usable
         return choices[request.rooms_failed % len(choices)] if choices else None
 
-    def _open(self, request: DecodeRequest, endpoint: str, pages: list[int], written: int) -> None:
+    def _open(self, request: DecodeRequest, endpoint: str, pages: RoomPages) -> None:
         room, now = self.table.next_room(), time.monotonic()
         grant = GrantRequest(
-            pages=tuple(pages),
-            written_pages=written,
-            first_page=0,
+            pages=pages.own,
+            written_pages=pages.written,
+            first_page=len(pages.held),
             token_ids=tuple(request.tokens),
             output_tokens=request.output_tokens,
-            sampling=request.sampling,
+            sampling=self._scheduler.room_sampling(request),
             seconds_max=request.deadline - now,
+            cache_salt=request.cache_salt,
+            context=request.context,
         )
-        self._rooms[room] = _Room(request.request, pages)
+        effects = self.table.grant(endpoint, grant, now)
+        self._rooms[room] = _Room(request.request, pages, self.table.leases[room].writer)
         self._scheduler.admitted(request, room, now)
-        self._handover.apply(self.table.grant(endpoint, grant, now))
+        self._handover.apply(effects)
 
     # What comes of them
 
@@ -150,7 +155,7 @@ class Rooms:
             case FailRoom():
                 self._failed(effect)
             case EndLease():
-                self._free(effect.room)
+                self._end_lease(effect.room)
 
     def _request(self, room: RoomId) -> DecodeRequest | None:
         name = self._rooms[room].request
@@ -160,27 +165,42 @@ class Rooms:
         request = self._request(effect.room)
         if request is None:
             return
-        now = time.monotonic()
+        room, now = self._rooms[effect.room], time.monotonic()
+        self._scheduler.first_token(request, effect.first.cached_tokens, now)
+        if request.awaits_scores:
+            # They come first: a room that fails before they are there has told nothing.
+            room.first = effect.first
+        else:
+            self._tell_first_token(request, effect.first, room.writer, now)
+
+    def _tell_first_token(
+        self, request: DecodeRequest, first: FirstTokenData, writer: Incarnation, now: float
+    ) -> None:
         if not request.output_tokens:
             self._metrics.observe_ttft(now - request.arrived_at)
-        self._scheduler.first_token(request, effect.first.cached_tokens, now)
-        self._events.on_token(request, effect.first.token, now)
+        self._events.on_token(request, first, writer, now)
 
     def _ready(self, effect: LeaseReady) -> None:
-        """The KV has landed: leased pages become the sequence's, in this same step."""
+        """The KV has landed: the room's pages become the sequence's, in this same step."""
+        room, now = self._rooms[effect.room], time.monotonic()
         self._metrics.count_transfer("local", effect.bytes_written)
+        self._pages.landed(effect.room, room.pages)
+        if (request := self._request(effect.room)) is not None and request.awaits_scores:
+            request.awaits_scores = False
+            self._events.on_scores(request, effect.prompt_logprobs, room.writer)
+            if room.first is not None:
+                self._tell_first_token(request, room.first, room.writer, now)
         request = self._request(effect.room)
         if request is not None and not self._scheduler.wants_token(request):
-            self._events.on_over(request, FinishReason.LENGTH, "")
+            self._events.on_over(request, End(FinishReason.LENGTH))
             request = None
         if request is None:
             # It ended with its first token. Every write has settled: the pages are quiet.
-            self._free(effect.room)
+            self._end_lease(effect.room)
             return
-        pages = self._rooms.pop(effect.room).pages
-        sequence = Owner(OwnerKind.SEQUENCE, request.request)
-        self._pages.pass_on(pages, _lease(effect.room), sequence)
-        self._scheduler.ready(request, pages, len(request.tokens) - 1, time.monotonic())
+        del self._rooms[effect.room]
+        self._pages.pass_on(effect.room, room.pages, request.request)
+        self._scheduler.ready(request, room.pages.all, len(request.tokens) - 1, now)
         self._events.on_ready()
 
     def _failed(self, effect: FailRoom) -> None:
@@ -213,7 +233,7 @@ class Rooms:
         request.room = None
         reason = FINISH_BY_REASON.get(effect.reason, FinishReason.FAILED)
         detail = effect.detail or f"the hand-over failed: {effect.reason.value}"
-        self._events.on_over(request, reason, detail)
+        self._events.on_over(request, End(reason, detail))
 
     def detach(self, name: RoomId, finish: FinishReason) -> None:
         """Its request has ended. The room is revoked if it holds pages or still computes for
@@ -226,10 +246,9 @@ class Rooms:
         if lease.pages or reason is not Reason.FINISHED:
             self._handover.apply(self.table.revoke(name, reason, time.monotonic()))
 
-    def _free(self, name: RoomId) -> None:
-        """The one place where leased pages become free: the lease is gone, its pages quiet."""
+    def _end_lease(self, name: RoomId) -> None:
         room = self._rooms.pop(name)
-        self._pages.free(room.pages, _lease(name))
+        self._pages.end_lease(name, room.pages)
         if room.failed_at is not None and room.reason is not None:
             seconds = time.monotonic() - room.failed_at
             self._metrics.observe_drain(seconds)
@@ -238,7 +257,7 @@ class Rooms:
                 extra={
                     "room": name,
                     "reason": room.reason.value,
-                    "pages": len(room.pages),
+                    "pages": len(room.pages.own),
                     "seconds": seconds,
                 },
             )
@@ -247,10 +266,9 @@ class Rooms:
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
         assert self._rooms.keys() == self.table.leases.keys()
+        for name, room in self._rooms.items():
+            assert self.table.leases[name].pages == room.pages.own, name
+        self._pages.check_rooms({name: room.pages for name, room in self._rooms.items()})
         serving = {r.room: r.request for r in self._scheduler.requests.values() if r.room}
         known = {name: r.request for name, r in self._rooms.items() if r.request is not None}
         assert serving == known, (serving, known)
-
-
-def _lease(room: RoomId) -> Owner:
-    return Owner(OwnerKind.LEASE, room)

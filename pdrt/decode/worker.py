@@ -5,7 +5,6 @@ The one place where the decode side's pure parts meet: lease table, page table a
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from typing import Any, NoReturn
@@ -13,12 +12,15 @@ from typing import Any, NoReturn
 import uvloop
 
 from pdrt.config import WorkerConfig
+from pdrt.decode.answers import Answers, Spoken
+from pdrt.decode.grammars import GrammarEvents, Grammars
 from pdrt.decode.handover import Handover
+from pdrt.decode.pages import DecodePages
 from pdrt.decode.rooms import RoomEvents, Rooms
+from pdrt.decode.steps import Steps
 from pdrt.decode.view import DecodeView
 from pdrt.ids import Incarnation, RequestId, new_incarnation, short
-from pdrt.kv.pages import Owner, OwnerKind, PageTable
-from pdrt.model.batch import Row
+from pdrt.kv.pages import PageTable
 from pdrt.model.executor import Executor
 from pdrt.observe.metrics import Metrics
 from pdrt.observe.worker_http import WorkerHttp
@@ -30,25 +32,20 @@ from pdrt.protocol.gateway_messages import (
     FinishReason,
     Inspect,
     Submit,
-    Tokens,
-    Usage,
 )
 from pdrt.protocol.invariants import check_decode
 from pdrt.protocol.leases import DecodeWorkerInfo, LeaseTable
-from pdrt.protocol.messages import Fingerprint
-from pdrt.scheduling.decode import (
-    DecodeRequest,
-    DecodeScheduler,
-    PoolView,
-    RequestState,
-    StepPlan,
-    StepRow,
-)
+from pdrt.protocol.messages import Fingerprint, FirstTokenData
+from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler, End, RequestState
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalReceiver
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
 log = logging.getLogger(__name__)
+
+STOP_STRING = "stop_string"
+"""Why a gateway cancels a request whose output has come to a stop string: its client has all that
+it asked for."""
 
 
 def run(config: WorkerConfig, announce: Announce) -> NoReturn:
@@ -76,6 +73,7 @@ class DecodeWorker:
         self.incarnation = new_incarnation()
         self.executor = executor
         self.pages = PageTable(executor.pages)
+        self.kv = DecodePages(self.pages, executor.layout, config.scheduler.enable_prefix_caching)
         self.view = DecodeView(self)
         self.metrics = Metrics("decode", short(self.incarnation))
         identity = executor.identity
@@ -92,9 +90,8 @@ class DecodeWorker:
         info = DecodeWorkerInfo(self.incarnation, self.fingerprint, 1, receiver.fence, quarantine)
         self.table = LeaseTable(info, config.protocol, now)
         self.loop = WorkerLoop(self._tick, self._leave)
-        self.rooms = Rooms(self.table, self.pages, self.scheduler, config.protocol, self.metrics)
+        self.rooms = Rooms(self.table, self.kv, self.scheduler, config.protocol, self.metrics)
         self.handover = Handover(self.table, receiver, config.protocol, self.loop, self.rooms.apply)
-        self.rooms.attach(self.handover, RoomEvents(self._take_token, self._wake, self._finish))
         self.links = GatewayLinks(
             config.gateway,
             self.incarnation,
@@ -105,6 +102,19 @@ class DecodeWorker:
         self.links.on_request = self._on_request
         self.links.on_gateway_lost = self._on_gateway_lost
         self.links.on_endpoints = self._on_endpoints
+        self.answers = Answers(self.incarnation, self.links, self.metrics)
+        self.grammars = Grammars(
+            executor,
+            self.loop,
+            GrammarEvents(
+                self.scheduler.requests.__contains__, self._grammar_ready, self._grammar_refused
+            ),
+        )
+        self.steps = Steps(self)
+        self.rooms.attach(
+            self.handover,
+            RoomEvents(self._take_token, self.answers.scores, self.steps.wake, self._finish),
+        )
         self.http = WorkerHttp(
             config.host,
             config.metrics_port,
@@ -112,12 +122,10 @@ class DecodeWorker:
             self.view.reasons,
             self.view.status,
         )
-        self._work = asyncio.Event()
         self._announced: object = None
         self._leave_by: float | None = None
         self._unpaired_since = now
         self._checked_at = now
-        self._pool = PoolView(take=self._take_sequence_pages, free=self._free_sequence_pages)
 
     def facts(self) -> dict[str, Any]:
         """What is announced once this worker is up."""
@@ -131,7 +139,7 @@ class DecodeWorker:
     async def run(self) -> ExitCode:
         """Serve until told to stop."""
         try:
-            return await self.loop.run(self._compute(), self.http.run())
+            return await self.loop.run(self.steps.run(), self.http.run())
         finally:
             self.handover.close()
             self.links.close()
@@ -155,32 +163,33 @@ class DecodeWorker:
         if submit.request in self.scheduler.requests:
             self.table.stale["submit_again"] += 1
             return
-        refused = self._refuse(submit)
-        if refused is not None:
-            reason, detail = refused
-            self.links.send(Finished(submit.request, self.incarnation, reason, detail=detail))
-            self.metrics.count_request(reason.value)
+        refusal = self._refuse(submit)
+        if refusal is not None:
+            self.answers.refused(submit, refusal)
             return
         self.scheduler.submit(submit, time.monotonic())
+        if submit.sampling.grammar is not None:
+            self.grammars.begin(submit.request, submit.sampling.grammar)
         self.rooms.admit_soon()
 
-    def _refuse(self, submit: Submit) -> tuple[FinishReason, str] | None:
+    def _refuse(self, submit: Submit) -> End | None:
         limit = self.executor.identity.max_model_len
         length = len(submit.token_ids) + len(submit.output_token_ids)
         wants_token = submit.sampling.max_tokens > len(submit.output_token_ids)
         vocabulary = self.executor.identity.vocab_size
         if not submit.token_ids:
-            return FinishReason.REJECTED, "the prompt is empty"
+            return End(FinishReason.REJECTED, "the prompt is empty")
         if length + wants_token > limit:
-            return FinishReason.REJECTED, f"{length} tokens, {limit} is the model's limit"
+            return End(FinishReason.REJECTED, f"{length} tokens, {limit} is the model's limit")
         if self.executor.layout.pages_for(length + 1) > self.pages.total:
-            return FinishReason.REJECTED, f"{length} tokens do not fit into the KV pool"
-        if not all(0 <= token < vocabulary for token in submit.token_ids):
-            return FinishReason.REJECTED, f"token ids must be below {vocabulary}"
+            return End(FinishReason.REJECTED, f"{length} tokens do not fit into the KV pool")
+        for tokens in (submit.token_ids, submit.output_token_ids):
+            if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
+                return End(FinishReason.REJECTED, f"token ids must be below {vocabulary}")
         if self._leave_by is not None:
-            return FinishReason.UNAVAILABLE, "this decode worker is leaving"
+            return End(FinishReason.UNAVAILABLE, "this decode worker is leaving")
         if self.scheduler.queued >= self.config.scheduler.queue_max:
-            return FinishReason.OVERLOADED, f"{self.scheduler.queued} requests are queued"
+            return End(FinishReason.OVERLOADED, f"{self.scheduler.queued} requests are queued")
         return None
 
     def _cancel(self, cancel: Cancel) -> None:
@@ -189,7 +198,9 @@ class DecodeWorker:
             # It has ended already, or never came: either way this ends the gateway's asking.
             self.links.send(Finished(cancel.request, self.incarnation, FinishReason.CANCELLED))
             return
-        self._finish(request, FinishReason.CANCELLED, cancel.reason)
+        is_stop = cancel.reason == STOP_STRING
+        reason = FinishReason.STOP if is_stop else FinishReason.CANCELLED
+        self._finish(request, End(reason, cancel.reason))
 
     def _credit(self, credit: Credit) -> None:
         request = self.scheduler.requests.get(credit.request)
@@ -199,12 +210,12 @@ class DecodeWorker:
             self.links.send(lost)
             return
         request.tokens_taken = max(request.tokens_taken, credit.tokens_taken)
-        self._work.set()
+        self.steps.wake()
 
     def _on_gateway_lost(self, gateway: Incarnation) -> None:
         for request in list(self.scheduler.requests.values()):
             if request.request.gateway == gateway:
-                self._finish(request, FinishReason.CANCELLED, "its gateway is lost")
+                self._finish(request, End(FinishReason.CANCELLED, "its gateway is lost"))
 
     def _on_endpoints(self) -> None:
         now = time.monotonic()
@@ -215,121 +226,35 @@ class DecodeWorker:
         for endpoint in listed:
             self.handover.apply(self.table.want(endpoint, now))
 
-    def _finish(self, request: DecodeRequest, reason: FinishReason, detail: str = "") -> None:
+    def _finish(self, request: DecodeRequest, end: End) -> None:
         """End a request. During a step its pages stay until the step is over."""
         if request.is_in_step:
-            request.ended = request.ended or reason
+            request.ended = request.ended or end
             return
         if request.room is not None:
-            self.rooms.detach(request.room, reason)
-        if request.pages:
-            self._free_sequence_pages(request.request, request.pages)
-            request.pages = []
+            self.rooms.detach(request.room, end.reason)
+        self.kv.give_back(request)
         self.scheduler.remove(request)
-        self._tell_end(request, reason, detail)
+        self.grammars.forget(request.request)
+        self.answers.end(request, end, time.monotonic())
         self.rooms.admit_soon()
 
-    def _tell_end(self, request: DecodeRequest, reason: FinishReason, detail: str) -> None:
-        """To the gateway, the metrics and the log."""
-        now = time.monotonic()
-        self.scheduler.end_phase(request, now)
-        usage = Usage(request.prompt_tokens, request.output_tokens, request.cached_tokens)
-        finished = Finished(request.request, self.incarnation, reason, usage, detail)
-        self.links.send(finished)
-        self.metrics.count_request(reason.value)
-        for phase, seconds in request.timings.items():
-            self.metrics.observe_handover(phase, seconds)
-        log.info(
-            "request ended",
-            extra={
-                "request": request.request,
-                "room": request.last_room or "-",
-                "outcome": reason.value,
-                "why": detail or "-",
-                "prompt": request.prompt_tokens,
-                "output": request.output_tokens,
-                "seconds": now - request.arrived_at,
-                **request.timings,
-            },
-        )
-
-    def _take_token(self, request: DecodeRequest, token: int, now: float) -> None:
-        """One more output token: to the client at once."""
+    def _take_token(
+        self, request: DecodeRequest, first: FirstTokenData, writer: Incarnation, now: float
+    ) -> None:
+        """A room's first token: to the client at once."""
         index = request.output_tokens
-        if index:
-            self.metrics.observe_itl(now - request.last_token_at)
-        request.last_token_at = now
-        reason = self.scheduler.take_token(request, token)
-        cached = None if index else request.cached_tokens
-        self.links.send(Tokens(request.request, self.incarnation, index, (token,), cached))
+        reason = self.scheduler.take_token(request, first.token)
+        self.answers.token(request, Spoken(first.token, index, first.logprobs, now, writer))
         if reason is not None:
-            self._finish(request, reason)
+            self._finish(request, End(reason))
 
-    def _take_sequence_pages(self, request: RequestId, count: int) -> list[int]:
-        return self.pages.take(count, Owner(OwnerKind.SEQUENCE, request))
+    def _grammar_ready(self, name: RequestId) -> None:
+        self.scheduler.requests[name].awaits_grammar = False
+        self.steps.wake()
 
-    def _free_sequence_pages(self, request: RequestId, pages: list[int]) -> None:
-        self.pages.free(pages, Owner(OwnerKind.SEQUENCE, request))
-
-    # Steps
-
-    def _wake(self) -> None:
-        self._work.set()
-
-    async def _compute(self) -> None:
-        while not self.loop.is_ending:
-            plan = self.scheduler.plan(self._pool, time.monotonic())
-            for name in plan.preempted:
-                request = self.scheduler.requests[name]
-                self.metrics.count_preemption()
-                self.metrics.count_recomputed_prompt_tokens(len(request.tokens))
-                log.info("preempted", extra={"request": name, "tokens": len(request.tokens)})
-            if plan.preempted:
-                self.rooms.admit_soon()
-            if plan.rows:
-                await self._step(plan)
-            else:
-                self._work.clear()
-                await self._work.wait()
-
-    async def _step(self, plan: StepPlan) -> None:
-        try:
-            result = await self.executor.step([self._row(row) for row in plan.rows])
-        except AssertionError:
-            raise  # our own bug: the worker ends
-        except Exception as error:
-            if not self.loop.is_ending:
-                log.exception("decode step failed")
-                self._step_failed(plan, repr(error))
-            return
-        if self.loop.is_ending:
-            return  # its requests have been told, and are gone
-        now = time.monotonic()
-        for row, token in zip(plan.rows, result.tokens, strict=True):
-            request = self.scheduler.requests[row.request]
-            self.scheduler.stepped(request)
-            if request.ended is not None:
-                self._finish(request, request.ended)
-                continue
-            assert token is not None, row.request
-            self._take_token(request, token, now)
-
-    def _row(self, row: StepRow) -> Row:
-        request = self.scheduler.requests[row.request]
-        return Row(
-            token_ids=(row.token,),
-            start=row.position,
-            pages=row.pages,
-            sampling=request.sampling,
-            output_tokens=request.output_tokens,
-        )
-
-    def _step_failed(self, plan: StepPlan, detail: str) -> None:
-        """Nothing of this step counts; its sequences' KV is undefined."""
-        for row in plan.rows:
-            request = self.scheduler.requests[row.request]
-            self.scheduler.stepped(request)
-            self._finish(request, request.ended or FinishReason.FAILED, detail)
+    def _grammar_refused(self, name: RequestId, detail: str) -> None:
+        self._finish(self.scheduler.requests[name], End(FinishReason.REJECTED, detail))
 
     # Time, and the end
 
@@ -339,7 +264,7 @@ class DecodeWorker:
         self.table.set_load(self.view.load())
         self.handover.apply(self.table.handle_timer(now))
         for request in self.scheduler.overdue(now):
-            self._finish(request, FinishReason.DEADLINE, "its time is up")
+            self._finish(request, End(FinishReason.DEADLINE, "its time is up"))
         self._give_up_unpaired(now)
         self.rooms.admit_soon()
         self.links.handle_timer(now)
@@ -357,7 +282,9 @@ class DecodeWorker:
         elif now - self._unpaired_since > self.config.protocol.unpaired_seconds_max:
             for request in list(self.scheduler.requests.values()):
                 if request.state is RequestState.QUEUED:
-                    self._finish(request, FinishReason.UNAVAILABLE, "no prefill worker is paired")
+                    self._finish(
+                        request, End(FinishReason.UNAVAILABLE, "no prefill worker is paired")
+                    )
 
     def _leave(self) -> None:
         """Idempotent: SIGTERM and `Drain` may both come, again and again."""
@@ -375,14 +302,19 @@ class DecodeWorker:
         # Those who wait, also for a new room, would wait for nothing: no room is opened here.
         for request in list(self.scheduler.requests.values()):
             if request.state is RequestState.QUEUED:
-                self._finish(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
+                self._finish(
+                    request, End(FinishReason.UNAVAILABLE, "this decode worker is leaving")
+                )
         if not self.scheduler.requests:
             self.loop.end(ExitCode.STOPPED, "left")
         elif now >= self._leave_by:
             for request in list(self.scheduler.requests.values()):
-                # Pages that a forward uses stay where they are: the process ends with them.
-                end = self._tell_end if request.is_in_step else self._finish
-                end(request, FinishReason.UNAVAILABLE, "this decode worker is leaving")
+                end = End(FinishReason.UNAVAILABLE, "this decode worker is leaving")
+                if request.is_in_step:
+                    # Pages that a forward uses stay where they are: the process ends with them.
+                    self.answers.end(request, end, now)
+                else:
+                    self._finish(request, end)
             self.loop.end(ExitCode.STOPPED, "its time to finish is over")
 
     # What others see
@@ -409,6 +341,6 @@ class DecodeWorker:
         check_decode(self.table, self.pages)
         self.scheduler.check()
         self.rooms.check()
-        owned = {r.request: set(r.pages) for r in self.scheduler.requests.values() if r.pages}
-        found = {o.key: p for o, p in self.pages.pages_of(OwnerKind.SEQUENCE).items()}
-        assert owned == found, (owned, found)
+        self.grammars.check()
+        self.kv.cache.check()
+        self.kv.check_sequences({r.request: r.pages for r in self.scheduler.requests.values()})

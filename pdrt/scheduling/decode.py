@@ -4,19 +4,24 @@ A request waits (QUEUED) for pages, is prefilled elsewhere (PREFILLING) and then
 (RUNNING). Pages are leased for the whole prompt before prefill starts; a running sequence grows
 page by page, and when none is free the youngest is preempted: it gives its pages up and resumes
 by a new room, its output being part of the prompt.
+
+A step is planned between the end of the one before and its own start, so that whoever joined,
+ended or was given credit meanwhile counts. What takes time is done while a step runs: pages for
+the next one are taken ahead, as if every sequence went on.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 import msgspec
 
 from pdrt.errors import PoolExhausted
 from pdrt.ids import RequestId, RoomId
 from pdrt.kv.layout import KvLayout
+from pdrt.kv.prefix import PageKey
 from pdrt.protocol.gateway_messages import FinishReason, Submit
 from pdrt.sampling import Sampling
 
@@ -27,13 +32,30 @@ class RequestState(Enum):
     RUNNING = "running"
 
 
+class End(msgspec.Struct, frozen=True):
+    """How a request ended; `detail` is for a person, when that is an error."""
+
+    reason: FinishReason
+    detail: str = ""
+
+
+class PagesWanted(msgspec.Struct, frozen=True):
+    """Of one room: pages of the prompt, and pages that its request needs to begin with."""
+
+    written: int
+    leased: int
+
+
 class DecodeRequest:
     """One attempt at a request, on this worker."""
 
     def __init__(self, submit: Submit, now: float) -> None:
         self.request = submit.request
         self.sampling: Sampling = submit.sampling
+        self.needs_history = submit.sampling.needs_history
         self.endpoints = submit.prefill_endpoints
+        self.cache_salt = submit.cache_salt
+        self.context = submit.context
         self.state = RequestState.QUEUED
         self.prompt_tokens = len(submit.token_ids)
         self.tokens = [*submit.token_ids, *submit.output_token_ids]
@@ -46,49 +68,70 @@ class DecodeRequest:
         """Exactly while PREFILLING."""
         self.last_room: RoomId | None = None
         """For the log: what the prefill worker calls it."""
-        self.pages: list[int] = []
-        """Exactly while RUNNING; covers `computed` tokens."""
+        self.pages: tuple[int, ...] = ()
+        """Exactly while RUNNING; covers `computed` tokens. Own ones and held cached ones."""
         self.computed = 0
         """Tokens whose KV is in `pages`: all but the last one sampled."""
+        self.keys: list[PageKey] = []
+        """Of the first full pages of `tokens`; made where they are needed."""
+        self.awaits_grammar = submit.sampling.grammar is not None
+        """Its matcher is not there yet: it is prefilled, but takes part in no step."""
+        self.awaits_scores = submit.sampling.prompt_logprobs is not None
+        """The prompt's log probabilities are not there yet: its rooms ask for them."""
         self.rooms_failed = 0
         self.tokens_taken = len(submit.output_token_ids)
         """Output tokens that the client has taken."""
         self.cached_tokens = 0
         self.is_in_step = False
-        self.ended: FinishReason | None = None
+        """A step that runs reads and writes its pages, and reads `tokens`: neither changes hands
+        or is changed."""
+        self.ended: End | None = None
         """Set when it ended during a step: it leaves after the step."""
         self.last_token_at = now
         self.timings: dict[str, float] = {}
+        """Seconds by phase: queued, prefill, transfer, decode; summed over rooms."""
         self.phase_began_at = now
 
     @property
     def output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
 
+    def end_phase(self, phase: str, now: float) -> None:
+        """What it has been doing since the phase before counts up to now."""
+        spent = now - self.phase_began_at
+        self.timings[phase] = self.timings.get(phase, 0.0) + spent
+        self.phase_began_at = now
 
-class StepRow(msgspec.Struct, frozen=True):
-    """One running sequence's part of a step."""
-
-    request: RequestId
-    token: int
-    position: int
-    pages: tuple[int, ...]
+    def end_last_phase(self, now: float) -> None:
+        """It is over."""
+        if self.state is RequestState.QUEUED:
+            self.end_phase("queued", now)
+        elif self.state is RequestState.RUNNING:
+            self.end_phase("decode", now)
+        else:
+            self.end_phase("transfer" if "prefill" in self.timings else "prefill", now)
 
 
 class StepPlan(msgspec.Struct, frozen=True):
     """What the next step computes, and who had to give up pages for it."""
 
-    rows: tuple[StepRow, ...]
-    preempted: tuple[RequestId, ...]
+    sequences: tuple[DecodeRequest, ...]
+    """Each feeds its last token, at position `computed`."""
+    preempted: tuple[DecodeRequest, ...]
 
 
-class PoolView(msgspec.Struct, frozen=True):
-    """What the scheduler may ask of the pool; the worker owns it."""
+class SequencePool(Protocol):
+    """What the scheduler asks of the pool; the worker owns it."""
 
-    take: Callable[[RequestId, int], list[int]]
-    """Take free pages for a sequence, or raise PoolExhausted."""
-    free: Callable[[RequestId, list[int]], None]
-    """Give a sequence's pages back."""
+    @property
+    def available(self) -> int:
+        """Pages that `take` could give now."""
+
+    def take(self, request: DecodeRequest, count: int) -> list[int]:
+        """Pages for a sequence, or PoolExhausted."""
+
+    def give_back(self, request: DecodeRequest) -> None:
+        """Take a sequence's pages back; what it has computed is sound."""
 
 
 class DecodeScheduler:
@@ -123,8 +166,10 @@ class DecodeScheduler:
         return len(self._running)
 
     def _is_paused(self, request: DecodeRequest) -> bool:
-        """Its client does not read: it computes nothing more for now, instead of piling up."""
-        return request.output_tokens - request.tokens_taken >= self._stream_tokens_max
+        """Nobody knows what it may say next, or its client does not read: it computes nothing
+        more for now, instead of piling up."""
+        unread = request.output_tokens - request.tokens_taken
+        return request.awaits_grammar or unread >= self._stream_tokens_max
 
     # In and out
 
@@ -139,8 +184,8 @@ class DecodeScheduler:
         return request
 
     def remove(self, request: DecodeRequest) -> None:
-        """The request is over; its pages have been seen to by the caller."""
-        assert not request.is_in_step, request.request
+        """The request is over; its pages have been given back."""
+        assert not request.is_in_step and not request.pages, request.request
         del self.requests[request.request]
         self._running.pop(request.request, None)
         if request.state is RequestState.QUEUED:
@@ -160,13 +205,20 @@ class DecodeScheduler:
         """It may have one more output token; if not, prefill is all that it waits for."""
         return request.output_tokens < request.sampling.max_tokens
 
-    def pages_wanted(self, request: DecodeRequest) -> tuple[int, int]:
-        """(pages that the writer fills, pages to lease): the prompt's, and room for the first
-        token that decode computes itself. None for a request that decodes nothing."""
+    def pages_wanted(self, request: DecodeRequest) -> PagesWanted:
+        """The prompt's, and room for the first token that decode computes itself. None for a
+        request that decodes nothing."""
         if request.sampling.max_tokens - request.output_tokens <= 1:
-            return 0, 0
+            return PagesWanted(0, 0)
         length = len(request.tokens)
-        return self._layout.pages_for(length), self._layout.pages_for(length + 1)
+        return PagesWanted(self._layout.pages_for(length), self._layout.pages_for(length + 1))
+
+    @staticmethod
+    def room_sampling(request: DecodeRequest) -> Sampling:
+        """What its next room is asked for: the prompt's log probabilities once only."""
+        if request.sampling.prompt_logprobs is None or request.awaits_scores:
+            return request.sampling
+        return msgspec.structs.replace(request.sampling, prompt_logprobs=None)
 
     def admitted(self, request: DecodeRequest, room: RoomId, now: float) -> None:
         """Its room has been opened."""
@@ -174,20 +226,23 @@ class DecodeScheduler:
         self._queue.popleft()
         request.state = RequestState.PREFILLING
         request.room = request.last_room = room
-        self._phase(request, "queued", now)
+        request.end_phase("queued", now)
 
     def requeue(self, request: DecodeRequest, now: float) -> None:
         """Its room gave nothing, or it was preempted: it goes on first of all, in a new room."""
         assert request.state is not RequestState.QUEUED, request.request
+        assert not request.is_in_step and not request.pages, request.request
         self._running.pop(request.request, None)
         phase = "prefill" if request.state is RequestState.PREFILLING else "decode"
-        self._phase(request, phase, now)
+        request.end_phase(phase, now)
         request.state = RequestState.QUEUED
         request.room = None
-        request.pages, request.computed = [], 0
+        request.computed = 0
         self._queue.appendleft(request.request)
 
-    def ready(self, request: DecodeRequest, pages: list[int], computed: int, now: float) -> None:
+    def ready(
+        self, request: DecodeRequest, pages: tuple[int, ...], computed: int, now: float
+    ) -> None:
         """Its KV has landed: `computed` tokens in `pages`, and at least one more to feed."""
         assert request.state is RequestState.PREFILLING, request.state
         assert computed == len(request.tokens) - 1, (computed, len(request.tokens))
@@ -196,70 +251,82 @@ class DecodeScheduler:
         request.room = None
         request.pages, request.computed = pages, computed
         self._running[request.request] = request
-        self._phase(request, "transfer", now)
-
-    def end_phase(self, request: DecodeRequest, now: float) -> None:
-        """The request is over: what it was doing counts up to now."""
-        if request.state is RequestState.QUEUED:
-            self._phase(request, "queued", now)
-        elif request.state is RequestState.RUNNING:
-            self._phase(request, "decode", now)
-        elif "prefill" in request.timings:
-            self._phase(request, "transfer", now)
-        else:
-            self._phase(request, "prefill", now)
-
-    @staticmethod
-    def _phase(request: DecodeRequest, phase: str, now: float) -> None:
-        spent = now - request.phase_began_at
-        request.timings[phase] = request.timings.get(phase, 0.0) + spent
-        request.phase_began_at = now
+        request.end_phase("transfer", now)
 
     # Steps
 
-    def plan(self, pool: PoolView, now: float) -> StepPlan:
-        """The next step: one token of every sequence that can go on, oldest first."""
-        rows: list[StepRow] = []
-        preempted: list[RequestId] = []
-        for request in sorted(self._running.values(), key=lambda r: r.order):
-            if request.request not in self._running or self._is_paused(request):
+    def plan(self, pool: SequencePool, now: float) -> StepPlan:
+        """The next step: one token of every sequence that can go on, oldest first. The step before
+        is over, so anybody may be preempted."""
+        sequences: list[DecodeRequest] = []
+        preempted: list[DecodeRequest] = []
+        for request in self._oldest_first():
+            assert not request.is_in_step, request.request
+            if request.state is not RequestState.RUNNING or self._is_paused(request):
                 continue
             if self._grow(request, pool, preempted, now):
-                token, position = request.tokens[-1], request.computed
-                rows.append(StepRow(request.request, token, position, tuple(request.pages)))
-        for row in rows:
-            self.requests[row.request].is_in_step = True
-        return StepPlan(tuple(rows), tuple(preempted))
+                sequences.append(request)
+        for request in sequences:
+            request.is_in_step = True
+        return StepPlan(tuple(sequences), tuple(preempted))
+
+    def grow_ahead(self, pool: SequencePool) -> None:
+        """While a step runs: pages for the token after the one that it computes, as if all of its
+        sequences went on. Nobody is preempted for them: the pages of the step are in use, and some
+        of its sequences may end with it and give theirs back."""
+        for request in self._oldest_first():
+            if not request.is_in_step or self._ends_after(request):
+                continue
+            if len(request.pages) < self._layout.pages_for(request.computed + 2):
+                if not pool.available:
+                    return
+                request.pages += tuple(pool.take(request, 1))
+
+    def _oldest_first(self) -> list[DecodeRequest]:
+        return sorted(self._running.values(), key=lambda request: request.order)
 
     def _grow(
-        self, request: DecodeRequest, pool: PoolView, preempted: list[RequestId], now: float
+        self,
+        request: DecodeRequest,
+        pool: SequencePool,
+        preempted: list[DecodeRequest],
+        now: float,
     ) -> bool:
         """Cover one more token; False when the request itself had to give way."""
         wanted = self._layout.pages_for(request.computed + 1)
         while len(request.pages) < wanted:
             try:
-                request.pages += pool.take(request.request, 1)
+                request.pages += tuple(pool.take(request, 1))
             except PoolExhausted:
                 youngest = max(self._running.values(), key=lambda r: r.order)
-                pool.free(youngest.request, youngest.pages)
+                pool.give_back(youngest)
                 self.requeue(youngest, now)
-                preempted.append(youngest.request)
+                preempted.append(youngest)
                 if youngest is request:
                     return False
         return True
 
+    def _ends_after(self, request: DecodeRequest) -> bool:
+        """The token that is being computed is its last one, whatever it turns out to be."""
+        is_full = len(request.tokens) + 1 >= self._max_model_len
+        return is_full or request.output_tokens + 1 >= request.sampling.max_tokens
+
     def stepped(self, request: DecodeRequest) -> None:
         """A step with this request in it is over: its last token's KV is in the pool."""
+        self.step_failed(request)
+        request.computed += 1
+
+    def step_failed(self, request: DecodeRequest) -> None:
+        """A step with this request in it is over, and yielded nothing."""
         assert request.is_in_step, request.request
         request.is_in_step = False
-        request.computed += 1
 
     def first_token(self, request: DecodeRequest, cached_tokens: int, now: float) -> None:
         """Its prefill has been computed; what is left of its room is the transfer."""
         assert request.state is RequestState.PREFILLING, request.state
         if not request.output_tokens:
             request.cached_tokens = cached_tokens
-        self._phase(request, "prefill", now)
+        request.end_phase("prefill", now)
 
     def take_token(self, request: DecodeRequest, token: int) -> FinishReason | None:
         """One more output token, from a step or from prefill; says whether it was the last."""
@@ -288,5 +355,8 @@ class DecodeScheduler:
             assert is_running == (request.request in self._running), request.request
             assert (request.room is not None) == (request.state is RequestState.PREFILLING)
             assert is_running or not request.pages, request.request
+            assert is_running or not request.is_in_step, request.request
+            assert request.is_in_step or request.ended is None, request.request
             if is_running:
-                assert self._layout.pages_for(request.computed) <= len(request.pages)
+                covered = request.computed + request.is_in_step
+                assert self._layout.pages_for(covered) <= len(request.pages), request.request

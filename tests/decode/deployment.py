@@ -253,7 +253,9 @@ class Deployment:
         for worker in self.running:
             worker.check()
             worker.pages.check()
-            assert worker.pages.count(OwnerKind.FREE) == worker.pages.total
+            kept = worker.pages.count(OwnerKind.CACHE)
+            assert worker.pages.count(OwnerKind.FREE) + kept == worker.pages.total
+            assert not any(worker.pages.held_by(kind) for kind in OwnerKind), "a reader is left"
 
     @property
     def running(self) -> list[PrefillWorker | DecodeWorker]:

@@ -40,13 +40,18 @@ def submit(
     output: Sequence[int] = (),
     sampling: Sampling | None = None,
     seconds_max: float = 60.0,
+    like: int | None = None,
+    cache_salt: str = "",
 ) -> Submit:
+    """A prompt that begins as that of request `like` does, and as no other's."""
+    begin = 100 * (like or serial)
     return Submit(
         request=RequestId(GATEWAY, serial, 1),
         worker=DECODE,
-        token_ids=tuple(range(100, 100 + length)),
+        token_ids=tuple(range(begin, begin + length)),
         output_token_ids=tuple(output),
         sampling=sampling or Sampling(max_tokens=20),
         seconds_max=seconds_max,
         prefill_endpoints=(),
+        cache_salt=cache_salt,
     )

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdrt.errors import PoolExhausted
+from pdrt.decode.pages import DecodePages, RoomPages
 from pdrt.ids import RequestId
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.protocol.gateway_messages import FinishReason
@@ -17,7 +17,8 @@ from pdrt.sampling import Sampling
 from pdrt.scheduling.decode import (
     DecodeRequest,
     DecodeScheduler,
-    PoolView,
+    End,
+    PagesWanted,
     RequestState,
     StepPlan,
 )
@@ -28,33 +29,33 @@ LIMIT = 64
 
 
 class Decode:
-    """A scheduler over a real page table, driven as the worker drives it."""
+    """A scheduler over the worker's own pages, driven as the worker drives it."""
 
-    def __init__(self, pages: int = 40, seqs: int = 4, unread: int = 1000) -> None:
+    def __init__(
+        self, pages: int = 40, seqs: int = 4, unread: int = 1000, is_caching: bool = True
+    ) -> None:
         self.pages = PageTable(pages)
+        self.kv = DecodePages(self.pages, LAYOUT, is_caching)
         self.scheduler = DecodeScheduler(LAYOUT, LIMIT, seqs, unread, (EOS,))
-        self.view = PoolView(take=self._take, free=self._free)
         self.now = 0.0
-        self.leases: dict[int, list[int]] = {}
+        self.leases: dict[int, RoomPages] = {}
         self.rooms = 0
         self.tokens = 10
         self.step: StepPlan | None = None
-
-    def _take(self, name: RequestId, count: int) -> list[int]:
-        return self.pages.take(count, Owner(OwnerKind.SEQUENCE, name))
-
-    def _free(self, name: RequestId, pages: list[int]) -> None:
-        self.pages.free(pages, Owner(OwnerKind.SEQUENCE, name))
 
     def submit(
         self,
         serial: int,
         length: int = 5,
         output: Sequence[int] = (),
+        like: int | None = None,
+        salt: str = "",
         **sampling: object,
     ) -> DecodeRequest:
         wanted = Sampling(**({"max_tokens": 30} | sampling))  # type: ignore[arg-type]
-        request = self.scheduler.submit(submit(serial, length, output, wanted), self.now)
+        request = self.scheduler.submit(
+            submit(serial, length, output, wanted, like=like, cache_salt=salt), self.now
+        )
         self.check()
         return request
 
@@ -63,11 +64,9 @@ class Decode:
         request = self.scheduler.head()
         if request is None:
             return None
-        _, leased = self.scheduler.pages_wanted(request)
-        name = room(self.rooms + 1)
-        try:
-            pages = self.pages.take(leased, Owner(OwnerKind.LEASE, name))
-        except PoolExhausted:
+        wanted, name = self.scheduler.pages_wanted(request), room(self.rooms + 1)
+        pages = self.kv.lease(request, name, wanted, 0)
+        if pages is None:
             return None
         self.rooms += 1
         self.leases[self.rooms] = pages
@@ -85,68 +84,88 @@ class Decode:
 
     def ready(self, request: DecodeRequest) -> None:
         assert request.room is not None
-        pages = self.leases.pop(request.room.serial)
-        lease = Owner(OwnerKind.LEASE, request.room)
-        self.pages.pass_on(pages, lease, Owner(OwnerKind.SEQUENCE, request.request))
-        self.scheduler.ready(request, pages, len(request.tokens) - 1, self.now)
+        name, pages = request.room, self.leases.pop(request.room.serial)
+        self.kv.landed(name, pages)
+        self.kv.pass_on(name, pages, request.request)
+        self.scheduler.ready(request, pages.all, len(request.tokens) - 1, self.now)
         self.check()
 
     def end_lease(self, serial: int) -> None:
-        self.pages.free(self.leases.pop(serial), Owner(OwnerKind.LEASE, room(serial)))
+        self.kv.end_lease(room(serial), self.leases.pop(serial))
 
     def fail(self, request: DecodeRequest) -> None:
         """Its room ends; the lease is drained later."""
         self.scheduler.requeue(request, self.now)
         self.check()
 
-    def run(self, serial: int, length: int = 5, **sampling: object) -> DecodeRequest:
+    def run(
+        self,
+        serial: int,
+        length: int = 5,
+        like: int | None = None,
+        salt: str = "",
+        **sampling: object,
+    ) -> DecodeRequest:
         """A request that is decoded."""
-        request = self.submit(serial, length, **sampling)
+        request = self.submit(serial, length, like=like, salt=salt, **sampling)
         assert self.admit() is request
         self.first_token(request)
         self.ready(request)
         return request
 
     def plan(self) -> list[int]:
-        """Serials of those in the next step."""
-        self.step = self.scheduler.plan(self.view, self.now)
+        """Serials of those in the next step, which runs from now on."""
+        self.step = self.scheduler.plan(self.kv, self.now)
         self.check()
-        return [row.request.serial for row in self.step.rows]
+        return [request.request.serial for request in self.step.sequences]
+
+    def grow_ahead(self) -> None:
+        self.scheduler.grow_ahead(self.kv)
+        self.check()
 
     def finish_step(self) -> dict[int, FinishReason | None]:
         assert self.step is not None
         ends: dict[int, FinishReason | None] = {}
-        for row in self.step.rows:
-            request = self.scheduler.requests[row.request]
+        for request in self.step.sequences:
             self.scheduler.stepped(request)
             if request.ended is not None:
                 self.remove(request)
                 continue
-            ends[row.request.serial] = self.take_token(request)
-            if ends[row.request.serial] is not None:
+            ends[request.request.serial] = end = self.take_token(request)
+            if end is not None:
                 self.remove(request)
         self.step = None
         self.check()
         return ends
 
+    def fail_step(self) -> None:
+        assert self.step is not None
+        for request in self.step.sequences:
+            self.scheduler.step_failed(request)
+            self.kv.release(request)
+            self.scheduler.remove(request)
+        self.step = None
+        self.check()
+
     def remove(self, request: DecodeRequest) -> None:
-        if request.pages:
-            self._free(request.request, request.pages)
-            request.pages = []
+        self.kv.give_back(request)
         self.scheduler.remove(request)
+
+    def occupy(self, count: int) -> None:
+        """Somebody else takes pages and keeps them."""
+        self.kv.cache.take(count, Owner(OwnerKind.ROOM, "somebody"))
 
     def check(self) -> None:
         self.scheduler.check()
         self.pages.check()
-        owned = self.pages.pages_of(OwnerKind.SEQUENCE)
-        assert {o.key: p for o, p in owned.items()} == {
-            r.request: set(r.pages) for r in self.scheduler.requests.values() if r.pages
-        }
+        self.kv.cache.check()
+        self.kv.check_sequences({r.request: r.pages for r in self.scheduler.requests.values()})
+        self.kv.check_rooms({room(serial): pages for serial, pages in self.leases.items()})
 
 
 def preempted(decode: Decode) -> list[int]:
     assert decode.step is not None
-    return [name.serial for name in decode.step.preempted]
+    return [request.request.serial for request in decode.step.preempted]
 
 
 # Admission
@@ -179,16 +198,16 @@ def test_pages_for_the_prompt_and_one_token(
 ) -> None:
     decode = Decode()
     request = decode.submit(1, length, max_tokens=max_tokens)
-    assert decode.scheduler.pages_wanted(request) == wanted
+    assert decode.scheduler.pages_wanted(request) == PagesWanted(*wanted)
 
 
 def test_output_so_far_is_part_of_the_prompt() -> None:
     decode = Decode()
     request = decode.submit(1, 5, output=[7, 8, 9], max_tokens=5)
     assert request.output_tokens == 3
-    assert decode.scheduler.pages_wanted(request) == (2, 3)
+    assert decode.scheduler.pages_wanted(request) == PagesWanted(2, 3)
     last = decode.submit(2, 5, output=[7, 8, 9, 9], max_tokens=5)
-    assert decode.scheduler.pages_wanted(last) == (0, 0), "prefill samples its last token"
+    assert decode.scheduler.pages_wanted(last) == PagesWanted(0, 0), "prefill samples it"
 
 
 def test_twice_is_our_bug() -> None:
@@ -205,11 +224,11 @@ def test_out_of_turn_is_our_bug() -> None:
         decode.scheduler.admitted(second, room(1), 0.0)
     decode.admit()
     with pytest.raises(AssertionError):
-        decode.scheduler.ready(first, [], 4, 0.0)  # fewer pages than tokens
+        decode.scheduler.ready(first, (), 4, 0.0)  # fewer pages than tokens
     with pytest.raises(AssertionError):
-        decode.scheduler.ready(first, [1, 2], 3, 0.0)  # a token without KV
+        decode.scheduler.ready(first, (1, 2), 3, 0.0)  # a token without KV
     with pytest.raises(AssertionError):
-        decode.scheduler.ready(second, [1, 2], 4, 0.0)
+        decode.scheduler.ready(second, (1, 2), 4, 0.0)
     decode.check()
 
 
@@ -222,11 +241,7 @@ def test_a_sequence_grows_page_by_page() -> None:
     sizes = []
     for _ in range(8):
         assert decode.plan() == [1]
-        assert decode.step is not None
-        (row,) = decode.step.rows
-        assert (row.position, row.token) == (request.computed, request.tokens[-1])
-        assert row.pages == tuple(request.pages)
-        sizes.append(len(row.pages))
+        sizes.append(len(request.pages))
         decode.finish_step()
     # Positions 5 … 12: the third page comes with position 8, the fourth with position 12.
     assert sizes == [2, 2, 2, 3, 3, 3, 3, 4]
@@ -242,7 +257,7 @@ def test_the_youngest_gives_way() -> None:
     assert decode.plan() == [1, 2]
     assert preempted(decode) == [3]
     assert third.state is RequestState.QUEUED
-    assert (third.pages, third.computed) == ([], 0)
+    assert (third.pages, third.computed) == ((), 0)
     assert len(third.tokens) == 8, "what it has said, it has said"
     assert decode.scheduler.head() is third
 
@@ -254,7 +269,7 @@ def test_the_youngest_gives_way_to_itself() -> None:
     decode.finish_step()
     assert decode.plan() == []
     assert preempted(decode) == [1]
-    assert decode.pages.free_count == 2
+    assert decode.kv.available == 2
 
 
 def test_several_give_way_and_come_back_oldest_first() -> None:
@@ -285,8 +300,8 @@ def test_age_is_that_of_arrival_not_of_joining() -> None:
     decode.run(3, 7)
     assert decode.plan() == [1, 2, 3]
     decode.finish_step()
-    decode._take(RequestId(submit(9).request.gateway, 9, 1), 3)  # somebody takes the rest
-    decode.step = decode.scheduler.plan(decode.view, 0.0)
+    decode.occupy(decode.kv.available)
+    decode.plan()
     assert preempted(decode) == [3]
 
 
@@ -328,7 +343,7 @@ def test_one_that_pauses_can_be_preempted() -> None:
     decode.plan()
     assert second.state is RequestState.QUEUED
     assert decode.step is not None
-    assert [row.request for row in decode.step.rows] == [first.request]
+    assert decode.step.sequences == (first,)
 
 
 # Ends
@@ -422,13 +437,10 @@ def test_phases_add_up() -> None:
         event()
     assert request.timings == {"queued": 1.0, "prefill": 2.0, "transfer": 3.0}
     decode.now = 10.0
+    decode.kv.give_back(request)
     decode.scheduler.requeue(request, decode.now)
     assert request.timings["decode"] == 4.0
     decode.now = 15.0
-    decode.pages.free(
-        list(decode.pages.pages_of(OwnerKind.SEQUENCE).popitem()[1]),
-        Owner(OwnerKind.SEQUENCE, request.request),
-    )
     decode.admit()
     assert request.timings["queued"] == 6.0
     assert sum(request.timings.values()) == 15.0
@@ -446,9 +458,14 @@ def test_removed_in_a_step_is_our_bug() -> None:
 class DecodeMachine(RuleBasedStateMachine):
     """Any order of what can happen to requests; pages are whole after each event."""
 
-    @initialize(pages=st.integers(16, 30), seqs=st.integers(1, 5), unread=st.integers(1, 8))
-    def start(self, pages: int, seqs: int, unread: int) -> None:
-        self.decode = Decode(pages, seqs, unread)
+    @initialize(
+        pages=st.integers(16, 30),
+        seqs=st.integers(1, 5),
+        unread=st.integers(1, 8),
+        is_caching=st.booleans(),
+    )
+    def start(self, pages: int, seqs: int, unread: int, is_caching: bool) -> None:
+        self.decode = Decode(pages, seqs, unread, is_caching)
         self.serial = 0
         self.draining: list[int] = []
         """Leases whose request has gone on or ended."""
@@ -463,10 +480,11 @@ class DecodeMachine(RuleBasedStateMachine):
         length=st.integers(1, LIMIT - 20),
         output=st.integers(0, 10),
         max_tokens=st.integers(0, 40),
+        like=st.integers(1, 3),
     )
-    def submit(self, length: int, output: int, max_tokens: int) -> None:
+    def submit(self, length: int, output: int, max_tokens: int, like: int) -> None:
         self.serial += 1
-        self.decode.submit(self.serial, length, [7] * output, max_tokens=max_tokens)
+        self.decode.submit(self.serial, length, [7] * output, like=like, max_tokens=max_tokens)
 
     @rule()
     def admit(self) -> None:
@@ -506,12 +524,32 @@ class DecodeMachine(RuleBasedStateMachine):
     def drain(self) -> None:
         self.decode.end_lease(self.draining.pop(0))
 
-    @rule()
-    def plan_or_finish(self) -> None:
-        if self.decode.step is None:
-            self.decode.plan()
-        else:
-            self.decode.finish_step()
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """Plan, grow ahead while it runs, and end it, well or badly."""
+        decode = self.decode
+        if decode.step is None:
+            running = {r.request: r.pages for r in decode.scheduler.requests.values()}
+            decode.plan()
+            self.during = {r: r.pages for r in decode.step.sequences}  # type: ignore[attr-defined]
+            assert all(
+                r.pages[: len(running[r.request])] == running[r.request] for r in self.during
+            )
+            return
+        match data.draw(st.sampled_from(["ahead", "end", "end", "end", "failure"])):
+            case "ahead":
+                decode.grow_ahead()
+            case "end":
+                decode.finish_step()
+            case "failure":
+                decode.fail_step()
+
+    @invariant()
+    def pages_of_a_step_stay(self) -> None:
+        if hasattr(self, "decode") and self.decode.step is not None:
+            for request, pages in self.during.items():
+                assert request.is_in_step
+                assert request.pages[: len(pages)] == pages
 
     @rule(data=st.data(), taken=st.integers(0, 40))
     def credit(self, data: st.DataObject, taken: int) -> None:
@@ -525,7 +563,7 @@ class DecodeMachine(RuleBasedStateMachine):
         if request is None:
             return
         if request.is_in_step:
-            request.ended = FinishReason.CANCELLED
+            request.ended = End(FinishReason.CANCELLED)
         else:
             self.end(request)
 
@@ -553,7 +591,7 @@ class DecodeMachine(RuleBasedStateMachine):
         while self.draining:
             self.drain()
         self.decode.check()
-        assert self.decode.pages.free_count == self.decode.pages.total
+        assert self.decode.kv.available == self.decode.pages.total
 
 
 TestDecodeMachine = DecodeMachine.TestCase

@@ -1,0 +1,103 @@
+"""What a decode worker says of its requests: to their gateways, to the metrics, to the log."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from pdrt.ids import Incarnation
+from pdrt.observe.metrics import Metrics
+from pdrt.protocol.gateway_messages import Finished, PromptLogprobs, Submit, Tokens, Usage
+from pdrt.sampling import TokenLogprobs
+from pdrt.scheduling.decode import DecodeRequest, End
+from pdrt.transfer.gateway_link import GatewayLinks
+
+log = logging.getLogger(__name__)
+
+
+class Spoken(msgspec.Struct, frozen=True):
+    """One output token of one request."""
+
+    token: int
+    index: int
+    """In the output."""
+    logprobs: TokenLogprobs | None
+    at: float
+    """When it was sampled."""
+    prefill: Incarnation | None = None
+    """Who sampled it, when that was not this worker."""
+
+
+class Answers:
+    """Tells what was decided. Changes nothing of a request but what it has been told."""
+
+    def __init__(self, worker: Incarnation, links: GatewayLinks, metrics: Metrics) -> None:
+        self._worker = worker
+        self._links = links
+        self._metrics = metrics
+
+    def token(self, request: DecodeRequest, spoken: Spoken) -> None:
+        """One more output token."""
+        if spoken.index:
+            self._metrics.observe_itl(spoken.at - request.last_token_at)
+        request.last_token_at = spoken.at
+        self._links.send(
+            Tokens(
+                request.request,
+                self._worker,
+                spoken.index,
+                (spoken.token,),
+                None if spoken.index else request.cached_tokens,
+                () if spoken.logprobs is None else (spoken.logprobs,),
+                spoken.prefill,
+            )
+        )
+
+    def scores(
+        self, request: DecodeRequest, scores: tuple[TokenLogprobs, ...], prefill: Incarnation
+    ) -> None:
+        """The prompt's log probabilities."""
+        cached = request.cached_tokens
+        self._links.send(PromptLogprobs(request.request, self._worker, scores, cached, prefill))
+
+    def refused(self, submit: Submit, end: End) -> None:
+        """It was not taken at all."""
+        self._links.send(Finished(submit.request, self._worker, end.reason, detail=end.detail))
+        self._metrics.count_request(end.reason.value)
+
+    def end(self, request: DecodeRequest, end: End, now: float) -> None:
+        """It is over."""
+        request.end_last_phase(now)
+        usage = Usage(request.prompt_tokens, request.output_tokens, request.cached_tokens)
+        self._links.send(Finished(request.request, self._worker, end.reason, usage, end.detail))
+        self._metrics.count_request(end.reason.value)
+        for phase, seconds in request.timings.items():
+            self._metrics.observe_handover(phase, seconds)
+        log.info(
+            "request ended",
+            extra={
+                "request": request.request,
+                "request_id": request.context.request_id or "-",
+                "room": request.last_room or "-",
+                "outcome": end.reason.value,
+                "why": end.detail or "-",
+                "prompt": request.prompt_tokens,
+                "output": request.output_tokens,
+                "seconds": now - request.arrived_at,
+                **request.timings,
+            },
+        )
+
+    def preempted(self, request: DecodeRequest) -> None:
+        """It has given its pages up, and resumes by a new room."""
+        self._metrics.count_preemption()
+        self._metrics.count_recomputed_prompt_tokens(len(request.tokens))
+        log.info(
+            "preempted",
+            extra={
+                "request": request.request,
+                "request_id": request.context.request_id or "-",
+                "tokens": len(request.tokens),
+            },
+        )

@@ -1,0 +1,143 @@
+"""The decode pool's pages on their way: leased to a room, passed to a sequence, kept as cached
+prefixes, free. All taking and giving back on the decode side happens here."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdrt.ids import RequestId, RoomId
+from pdrt.kv.layout import KvLayout
+from pdrt.kv.pages import CACHE, Owner, OwnerKind, PageTable
+from pdrt.kv.prefix import PageKey, PrefixCache, extend_keys
+from pdrt.scheduling.decode import DecodeRequest, PagesWanted
+
+
+class RoomPages(msgspec.Struct, frozen=True):
+    """What one room gives its request: a prefix that is cached here already, and pages behind it.
+
+    All empty for a request that decodes nothing.
+    """
+
+    held: tuple[int, ...]
+    """Cached pages that the room holds; nobody writes into them."""
+    own: tuple[int, ...]
+    """Leased to the room, behind `held`."""
+    written: int
+    """How many of `own` the writer fills."""
+    keys: tuple[PageKey, ...]
+    """Of the pages that are full once the KV has landed."""
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """In the order of the tokens."""
+        return self.held + self.own
+
+
+class DecodePages:
+    """The page table of the decode pool and its prefix cache."""
+
+    def __init__(self, table: PageTable, layout: KvLayout, is_caching: bool) -> None:
+        self.table = table
+        self.cache = PrefixCache(table, is_caching)
+        self._page_size = layout.page_size
+        self._is_caching = is_caching
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had now: free ones, and cached ones that nobody reads."""
+        return self.cache.available
+
+    def _keys(self, request: DecodeRequest) -> list[PageKey]:
+        """Keys of all full pages of its tokens; kept with the request, whose tokens only grow."""
+        if self._is_caching:
+            extend_keys(request.keys, request.tokens, self._page_size, request.cache_salt)
+        return request.keys
+
+    # Rooms
+
+    def lease(
+        self, request: DecodeRequest, room: RoomId, wanted: PagesWanted, spare: int
+    ) -> RoomPages | None:
+        """Pages for a new room; None when fewer than `spare` would stay available."""
+        if not wanted.leased:
+            self.cache.count_bypass(len(request.tokens))
+            return RoomPages(held=(), own=(), written=0, keys=())
+        owner, keys = _lease(room), self._keys(request)
+        held = self.cache.match(keys)
+        # Before anything is taken, which may evict what is not held.
+        self.cache.hold(held, owner)
+        missing = wanted.leased - len(held)
+        if self.available - missing < spare:
+            self.cache.release(held, owner)
+            return None
+        own = self.cache.take(missing, owner)
+        self.cache.count_lookup(len(held) * self._page_size, len(request.tokens))
+        return RoomPages(tuple(held), tuple(own), wanted.written - len(held), tuple(keys))
+
+    def landed(self, room: RoomId, pages: RoomPages) -> None:
+        """The writer has drained, COMPLETE: from now on others may read the full pages."""
+        self.cache.insert(pages.keys, pages.all[: len(pages.keys)], _lease(room))
+
+    def pass_on(self, room: RoomId, pages: RoomPages, request: RequestId) -> None:
+        """The room is over and its request goes on with all of its pages."""
+        giver, taker = _lease(room), _sequence(request)
+        cached = [page for page in pages.all if self.table.owner(page) is CACHE]
+        self.cache.pass_hold(cached, giver, taker)
+        self.table.pass_on([p for p in pages.all if self.table.owner(p) == giver], giver, taker)
+
+    def end_lease(self, room: RoomId, pages: RoomPages) -> None:
+        """The one place where leased pages become free: the lease is gone, its pages quiet."""
+        self.cache.release(pages.all, _lease(room))
+
+    # Sequences
+
+    def take(self, request: DecodeRequest, count: int) -> list[int]:
+        """Pages for a sequence to grow into.
+
+        Raises:
+            PoolExhausted: fewer can be had; none was taken.
+        """
+        pages = self.cache.take(count, _sequence(request.request))
+        # Hashed as they fill, which is while a step runs, rather than all at the end.
+        self._keys(request)
+        return pages
+
+    def keep(self, request: DecodeRequest) -> None:
+        """What a sequence has computed may serve others, and itself when it comes back."""
+        keys = self._keys(request)[: request.computed // self._page_size]
+        self.cache.insert(keys, request.pages[: len(keys)], _sequence(request.request))
+
+    def release(self, request: DecodeRequest) -> None:
+        """The one place where a sequence's pages leave it. No step uses them."""
+        assert not request.is_in_step, request.request
+        self.cache.release(request.pages, _sequence(request.request))
+        request.pages = ()
+
+    def give_back(self, request: DecodeRequest) -> None:
+        """A sequence is over, or preempted, and all that it has computed is sound."""
+        self.keep(request)
+        self.release(request)
+
+    # Checks
+
+    def check_sequences(self, pages: dict[RequestId, tuple[int, ...]]) -> None:
+        """Raise AssertionError unless each of these owns or holds its pages, and nobody else."""
+        self._check({_sequence(name): each for name, each in pages.items()}, OwnerKind.SEQUENCE)
+
+    def check_rooms(self, rooms: dict[RoomId, RoomPages]) -> None:
+        """The same for rooms."""
+        self._check({_lease(name): each.all for name, each in rooms.items()}, OwnerKind.LEASE)
+
+    def _check(self, listed: dict[Owner, tuple[int, ...]], kind: OwnerKind) -> None:
+        owned, held = self.table.pages_of(kind), self.table.held_by(kind)
+        found = {o: owned.get(o, set()) | held.get(o, set()) for o in owned.keys() | held.keys()}
+        wanted = {owner: set(pages) for owner, pages in listed.items() if pages}
+        assert found == wanted, (found, wanted)
+
+
+def _lease(room: RoomId) -> Owner:
+    return Owner(OwnerKind.LEASE, room)
+
+
+def _sequence(request: RequestId) -> Owner:
+    return Owner(OwnerKind.SEQUENCE, request)
