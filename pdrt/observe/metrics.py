@@ -171,7 +171,7 @@ class Metrics:
 
     def totals(self) -> dict[str, Any]:
         """For `/status`, whose readers make rates and quantiles from two of these: counters since
-        the start, and histograms as `buckets` (bounds) and `counts` (one more, not cumulated)."""
+        the start, and histograms as `bounds` and `counts` (one more, not cumulated)."""
         store = self._store
         return {
             "prompt_tokens": store.numbers(f.PROMPT_TOKENS).get((), 0),
@@ -181,7 +181,7 @@ class Metrics:
             "requests": {label: n for (label,), n in store.numbers(f.REQUESTS).items()},
             "histograms": {
                 name: {
-                    "buckets": list(series.bounds),
+                    "bounds": list(series.bounds),
                     "counts": list(series.counts),
                     "sum": series.sum,
                 }
