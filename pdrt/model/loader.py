@@ -82,9 +82,11 @@ def load_model(
 def kv_layout(config: Any, page_size: int, dtype: str) -> KvLayout:
     """Geometry of the KV of a transformers configuration."""
     heads = config.num_attention_heads
+    # How GPTBigCode says that all heads share one.
+    shared = 1 if getattr(config, "multi_query", False) else None
     return KvLayout(
         page_size=page_size,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=shared or getattr(config, "num_key_value_heads", None) or heads,
         layers=config.num_hidden_layers,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         dtype=dtype,

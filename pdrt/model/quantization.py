@@ -75,14 +75,15 @@ def transformers_config(quantization: str) -> Any:
     import torch
     import transformers
 
+    kinds: Any = transformers
     match quantization:
         case "int8":
             from torchao.quantization import Int8WeightOnlyConfig
 
-            return transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2))
+            return kinds.TorchAoConfig(Int8WeightOnlyConfig(version=2))
         case "nf4":
             # The default type to compute in is float32 whatever the model's, which is rightly slow.
-            return transformers.BitsAndBytesConfig(
+            return kinds.BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
             )
     raise AssertionError(f"{quantization} is in KINDS")

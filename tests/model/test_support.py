@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import transformers
 
 from pdrt.errors import ModelError
-from pdrt.model.support import check_supported
+from pdrt.model import support
+from pdrt.model.batch import Row
+from pdrt.model.support import check_supported, longrope_limit
 from tests.model.conftest import LoadExecutor, TinyModel
-from tests.model.tiny import FAMILIES, make_tiny_model
+from tests.model.tiny import write_model
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("JambaForCausalLM", {"model_type": "jamba"}, "state-space"),
@@ -27,12 +32,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("OddForCausalLM", {"head_dim": 64, "v_head_dim": 128}, "128 elements"),
     ("OddForCausalLM", {"layer_types": ["indexed_attention"]}, "'indexed_attention'"),
     ("Gemma3ForConditionalGeneration", {"text_config": {}, "vision_config": {}}, "multimodal"),
+    ("Qwen2VLForConditionalGeneration", {"vision_config": {"depth": 2}}, "text-only version"),
+    ("Llama4ForConditionalGeneration", {"text_config": {}}, "multimodal"),
     ("BertForMaskedLM", {"model_type": "bert"}, "not a causal"),
-    ("Phi3ForCausalLM", {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+    ("LlamaForSequenceClassification", {"model_type": "llama"}, "not a causal"),
+    ("BloomForCausalLM", {"model_type": "bloom"}, "'bloom' has not been tested"),
+    (
+        "PlamoForCausalLM",
+        {"model_type": "plamo", "auto_map": {"AutoModelForCausalLM": "modeling_plamo.Plamo"}},
+        "such code is never run",
+    ),
+    ("PhimoeForCausalLM", {"model_type": "phimoe"}, "'phimoe' has not been tested"),
     (
         "GemmaForCausalLM",
-        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
-        "dynamic",
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+        "longrope",
     ),
 ]
 
@@ -50,20 +64,65 @@ def test_no_architecture_is_refused() -> None:
         check_supported({"model_type": "llama"})
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_supported_families_pass(family: str, tiny_model: TinyModel) -> None:
-    from pdrt.model.identity import read_identity
+def test_code_of_a_repository_is_not_needed_where_transformers_has_the_model() -> None:
+    """Phi-3's says so too."""
+    auto_map = {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    check_supported(
+        {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "auto_map": auto_map}
+    )
 
-    assert read_identity(tiny_model(family)).architecture.endswith("ForCausalLM")
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"rope_scaling": None}, None),
+        ({"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 8}}, None),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, 4096),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 8}},
+            8,
+        ),
+    ],
+)
+def test_where_long_factors_begin(config: dict[str, Any], limit: int | None) -> None:
+    assert longrope_limit(config) == limit
 
 
-def test_a_class_without_the_attention_interface_is_refused(
-    tmp_path: Any, load_executor: LoadExecutor
+def test_long_factors_that_begin_nowhere() -> None:
+    with pytest.raises(ModelError, match="no original_max_position_embeddings"):
+        longrope_limit({"rope_scaling": {"type": "longrope"}})
+
+
+NOTICED: list[tuple[str, dict[str, Any], str]] = [
+    ("DiffLlamaConfig", {}, "does not attend once per layer"),
+    ("StableLmConfig", {}, "does not hand keyword arguments down"),
+    ("DogeConfig", {}, "builds its own attention mask"),
+    ("JetMoeConfig", {"num_local_experts": 4, "kv_channels": 16}, "its KV is not uniform"),
+    ("BloomConfig", {"n_head": 4, "n_layer": 2}, "only 0 of 3 layers attend over pages"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "reason"), NOTICED)
+def test_what_a_configuration_does_not_show_is_noticed_at_load(
+    tmp_path: Path, load_executor: LoadExecutor, name: str, settings: dict[str, Any], reason: str
 ) -> None:
-    from transformers import MptConfig
+    """Even a type that were admitted by mistake would not be served."""
+    write_model(tmp_path, name, settings)
+    with pytest.raises(ModelError, match="has not been tested"):
+        load_executor(tmp_path)
+    admitted = {getattr(transformers, name).model_type}
+    with (
+        patch.object(support, "TESTED_TYPES", admitted),
+        pytest.raises(ModelError, match=reason),
+    ):
+        load_executor(tmp_path)
 
-    directory = make_tiny_model(tmp_path)
-    MptConfig(d_model=64, n_heads=4, n_layers=2, max_seq_len=128, architectures=["MptForCausalLM"],
-              max_position_embeddings=128).save_pretrained(directory)  # fmt: skip
-    with pytest.raises(ModelError, match="MptForCausalLM is not supported"):
-        load_executor(directory)
+
+def test_layers_that_do_not_attend_are_noticed(
+    tiny_model: TinyModel, load_executor: LoadExecutor
+) -> None:
+    executor = load_executor(tiny_model("llama"))
+    del executor._module.model.layers[-1]  # type: ignore[operator, union-attr]
+    executor._module.config.num_hidden_layers -= 1  # type: ignore[operator, union-attr]
+    with pytest.raises(ModelError, match="only 2 of 3 layers attend"):
+        executor.step_blocking([Row(token_ids=[5, 6], start=0, pages=[0], sampling=None)])

@@ -70,18 +70,30 @@ def make_tiny_model(directory: Path, family: str = "llama", **overrides: Any) ->
 
     The same arguments give the same weights. `overrides` replace entries of its configuration.
     """
+    name, particular = FAMILIES[family]
+    write_model(directory, name, {**particular, **overrides})
+    return directory
+
+
+def write_model(
+    directory: Path,
+    config_name: str,
+    settings: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    **how: Any,
+) -> None:
+    """Write a random model of a transformers configuration class; `settings` and `COMMON` are its
+    fields, `how` goes to `save_pretrained`."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(directory)
-    name, particular = FAMILIES[family]
-    settings = {**COMMON, "vocab_size": len(tokenizer), **particular, **overrides}
-    config = getattr(transformers, name)(**settings)
+    fields = {**COMMON, "vocab_size": len(tokenizer), **settings}
+    config = getattr(transformers, config_name)(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config.eos_token_id = config.eos_token_id
-    model.save_pretrained(directory)
-    return directory
+    model.save_pretrained(directory, **how)
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
