@@ -44,8 +44,15 @@ class _Socket:
 
     def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._is_read_due = False
         self._loop.add_reader(self._socket.FD, self._read_some)
-        self._loop.call_soon(self._read_some)
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        """In the next turn of the loop, once however often this is called until then."""
+        if not self._is_read_due:
+            self._is_read_due = True
+            self._loop.call_soon(self._read_some)
 
     def _dispatch(self, parts: list[bytes]) -> None:
         raise NotImplementedError
@@ -59,12 +66,13 @@ class _Socket:
             return None
 
     def _read_some(self) -> None:
+        self._is_read_due = False
         for _ in range(FRAMES_PER_TURN):
             parts = self._receive()
             if parts is None:
                 return
             self._dispatch(parts)
-        self._loop.call_soon(self._read_some)
+        self._read_soon()
 
     def drain(self) -> None:
         """Dispatch everything that has arrived, up to what the queue can hold."""
@@ -74,11 +82,13 @@ class _Socket:
                 return
             self._dispatch(parts)
 
-    def _send(self, parts: list[bytes]) -> bool:
+    def _send(self, frame: bytes, routing_id: bytes | None = None) -> bool:
         if self._socket.closed:
             return False
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=True)
+            if routing_id is not None:
+                self._socket.send(routing_id, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -87,7 +97,7 @@ class _Socket:
             return False
         finally:
             # Sending may have swallowed the edge that announces inbound frames.
-            self._loop.call_soon(self._read_some)
+            self._read_soon()
         return True
 
     def close(self) -> None:
@@ -136,7 +146,7 @@ class RouterChannel(_Socket):
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
         """Queue one frame; False when there is no such peer or its queue is full."""
-        return self._send([routing_id, frame])
+        return self._send(frame, routing_id)
 
 
 class DealerChannel(_Socket):
@@ -174,4 +184,4 @@ class DealerChannel(_Socket):
 
     def send(self, frame: bytes) -> bool:
         """Queue one frame; False when no connection is up or the queue is full."""
-        return self._send([frame])
+        return self._send(frame)
