@@ -1,29 +1,38 @@
-"""Answering one completion request, whole or as a stream of events."""
+"""Answering one request of a client, whole or as a stream of events."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
-from pdrt.gateway.effects import Ended, Submission
+from pdrt.gateway.chat_format import ChatWhole
+from pdrt.gateway.choice import Choice
+from pdrt.gateway.completion_format import CompletionWhole
+from pdrt.gateway.effects import Ended
 from pdrt.gateway.errors import ApiError, invalid, overloaded, unavailable
 from pdrt.gateway.http import JsonResponse
 from pdrt.gateway.hub import Hub
-from pdrt.gateway.responses import DONE, Bodies, Usage, error_event
+from pdrt.gateway.responses import DONE, Head, Usage, error_event
 from pdrt.gateway.stream import Outputs, OutputStream
-from pdrt.gateway.text import TextAssembler
-from pdrt.ids import short
+from pdrt.ids import Incarnation, short
 from pdrt.protocol.gateway_messages import FinishReason
 
 log = logging.getLogger("pdrt.gateway")
 
 LINGER_SECONDS = 5.0
 """A client that has not read its last words so long after the deadline loses its connection."""
+INLINE_LOGPROBS_MAX = 2048
+"""More log probabilities at once (some milliseconds) are worked on beside the loop."""
+
+Beside = Callable[[Callable[[], bytes]], Awaitable[bytes]]
+"""Runs a function in a thread."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -31,56 +40,52 @@ class Job(msgspec.Struct, frozen=True):
 
     id: str
     """For logs."""
-    submission: Submission
-    bodies: Bodies
+    choices: tuple[Choice, ...]
+    """By index; at least one, all with the same deadline."""
+    head: Head
     include_usage: bool
+
+    @property
+    def deadline(self) -> float:
+        return self.choices[0].plan.submission.deadline
 
 
 class _Ending(msgspec.Struct, frozen=True):
     outcome: str
-    """Label of `pdrt_requests_total`."""
-    finish_reason: str | None = None
-    text: str = ""
-    """The last piece."""
+    """Label of `pdrt_requests_total`, for choices that are not complete."""
     error: ApiError | None = None
 
 
+_COMPLETE = _Ending("complete")
 _CLIENT_GONE = _Ending("client_gone")
 _STALLED = _Ending("stalled")
+
+Emit = Callable[[bytes], Awaitable[None]]
 
 
 class _EventWriter:
     """The events of one response. `send` returns once the connection's buffer is below its high
     water mark, so awaiting it is what makes us as slow as the client."""
 
-    def __init__(self, send: Send, bodies: Bodies, stream: OutputStream) -> None:
+    def __init__(self, send: Send, choices: Sequence[Choice]) -> None:
         self._send = send
-        self._bodies = bodies
-        self._stream = stream
+        self._choices = choices
         self.is_started = False
 
-    async def emit(self, text: str) -> None:
-        """Text, which may be empty; the first call starts the response."""
-        data = self._bodies.text(text) if text else b""
+    async def emit(self, data: bytes) -> None:
+        """Events, which may be none; the first call starts the response."""
         if not self.is_started:
             self.is_started = True
-            await self._send(_event_stream_start(self._stream))
-            data = self._bodies.first() + data
+            await self._send(_event_stream_start(self._choices))
         if data:
             await self._write(data, more=True)
 
-    async def finish(self, ending: _Ending, usage: Usage | None) -> None:
+    async def finish(self, error: ApiError | None, tail: bytes) -> None:
         """The end of the stream; nothing, when it failed before it began."""
-        if ending.error is not None:
-            if self.is_started:
-                await self._write(error_event(ending.error), more=False)
-            return
-        assert ending.finish_reason is not None
-        await self.emit(ending.text)
-        tail = self._bodies.last(ending.finish_reason)
-        if usage is not None:
-            tail += self._bodies.usage(usage)
-        await self._write(tail + DONE, more=False)
+        if error is None:
+            await self._write(tail, more=False)
+        elif self.is_started:
+            await self._write(error_event(error), more=False)
 
     async def _write(self, data: bytes, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -89,142 +94,225 @@ class _EventWriter:
 class Answer:
     """Runs one job, once. Whatever happens, upstream stops when the answer does."""
 
-    def __init__(self, hub: Hub, job: Job, text: TextAssembler) -> None:
+    def __init__(self, hub: Hub, job: Job, beside: Beside) -> None:
         self._hub = hub
         self._job = job
-        self._text = text
+        self._beside = beside
         self._outputs = Outputs()
+        self._by_serial: dict[int, Choice] = {}
 
     async def whole(self, receive: Receive) -> Response:
         """The response in one piece. Raises `ApiError`."""
-        stream = self._hub.open(self._job.submission, self._outputs)
-        pieces: list[str] = []
 
-        async def keep(text: str) -> None:
-            pieces.append(text)
+        async def keep(data: bytes) -> None:
+            assert not data
 
-        ending = await self._guard(stream, receive, self._consume(stream, keep))
+        ending = await self._run(receive, lambda: self._consume(keep))
         if ending.error is not None:
             raise ending.error
-        if ending.finish_reason is None:
+        if ending is not _COMPLETE:
             return Response(status_code=499)  # the client is gone: nobody reads it
-        text = "".join(pieces) + ending.text
-        body = self._job.bodies.whole(text, ending.finish_reason, self._usage(stream))
-        return JsonResponse(body, headers=_served_by(stream))
+        logprobs = sum(choice.logprobs for choice in self._job.choices)
+        body = await self._work(logprobs, self._whole_body)
+        return JsonResponse(body, headers=_served_by(self._job.choices))
+
+    def _whole_body(self) -> bytes:
+        bodies: list[bytes] = []
+        rest: dict[str, Any] = {}
+        for choice in self._job.choices:
+            assert isinstance(choice.renderer, ChatWhole | CompletionWhole)
+            bodies.append(choice.renderer.encode())
+            if isinstance(choice.renderer, ChatWhole):
+                rest |= choice.renderer.of_prompt(choice.plan.submission.token_ids)
+        return self._job.head.whole(bodies, self._usage(), rest)
+
+    async def _work(self, logprobs: int, work: Callable[[], bytes]) -> bytes:
+        """Some of it takes long."""
+        return work() if logprobs <= INLINE_LOGPROBS_MAX else await self._beside(work)
 
     async def events(self, receive: Receive, send: Send) -> None:
-        """Send the response as server-sent events. Raises `ApiError` before the first one."""
-        stream = self._hub.open(self._job.submission, self._outputs)
-        writer = _EventWriter(send, self._job.bodies, stream)
+        """The response as server-sent events.
+
+        Raises `ApiError` while nothing is sent yet; after that an error is an event.
+        """
+        writer = _EventWriter(send, self._job.choices)
 
         async def write() -> _Ending:
-            ending = await self._consume(stream, writer.emit)
-            if ending is not _CLIENT_GONE:
-                usage = self._usage(stream) if self._job.include_usage else None
-                await writer.finish(ending, usage)
+            ending = await self._consume(writer.emit)
+            if ending.error is not None or ending is _COMPLETE:
+                usage = b""
+                if self._job.include_usage and ending.error is None:
+                    usage = self._job.head.usage_event(self._usage())
+                await writer.finish(ending.error, usage + DONE)
             return ending
 
-        ending = await self._guard(stream, receive, write())
+        ending = await self._run(receive, write)
         if ending.error is not None and not writer.is_started:
             raise ending.error
 
-    async def _guard(
-        self, stream: OutputStream, receive: Receive, work: Awaitable[_Ending]
-    ) -> _Ending:
-        """Do `work` while watching for the client's disconnect, then close the stream."""
+    async def _run(self, receive: Receive, work: Callable[[], Awaitable[_Ending]]) -> _Ending:
+        """Begin the requests, do `work` while watching for the client's disconnect, then close
+        them."""
         ending = _Ending("failed")
-        seconds_max = self._job.submission.deadline - self._hub.clock() + LINGER_SECONDS
+        seconds_max = self._job.deadline - self._hub.clock() + LINGER_SECONDS
+        self._open()
         try:
             async with asyncio.timeout(seconds_max), asyncio.TaskGroup() as group:
-                watcher = group.create_task(self._watch(stream, receive))
-                ending = await work
+                watcher = group.create_task(self._watch(receive))
+                ending = await work()
                 watcher.cancel()
         except TimeoutError:
             ending = _STALLED
         finally:
-            self._hub.close(stream, ending.outcome)
-            self._log(stream, ending)
+            self._close(ending)
         return ending
 
-    async def _watch(self, stream: OutputStream, receive: Receive) -> None:
+    def _open(self) -> None:
+        if not self._hub.has_room(len(self._job.choices)):
+            raise overloaded("too many requests are in flight already")
+        for choice in self._job.choices:
+            choice.stream = self._hub.open(choice.plan.submission, self._outputs)
+            self._by_serial[choice.stream.serial] = choice
+
+    def _close(self, ending: _Ending) -> None:
+        for choice in self._job.choices:
+            assert choice.stream is not None
+            self._hub.close(choice.stream, choice.finished_by or ending.outcome)
+        self._log(ending)
+
+    async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._hub.abandon(stream, "client_gone")
+        for choice in self._job.choices:
+            assert choice.stream is not None
+            self._hub.abandon(choice.stream, "client_gone")
         self._outputs.note_client_gone()
 
-    async def _consume(
-        self, stream: OutputStream, emit: Callable[[str], Awaitable[None]]
-    ) -> _Ending:
-        """Pass text to `emit` until the output ends. Tokens are credited once `emit` is back."""
-        tokens_taken = 0
-        while True:
-            await self._outputs.receive()
+    async def _consume(self, emit: Emit) -> _Ending:
+        """Pass on what is new until every choice is complete. Tokens are credited once `emit` is
+        back."""
+        running = len(self._job.choices)
+        while running:
+            news = await self._outputs.receive()
             if self._outputs.client_gone:
                 return _CLIENT_GONE
-            received = stream.take()
-            text = self._text.push(received.token_ids)
-            if self._text.stopped:
+            data: list[bytes] = []
+            failed: _Ending | None = None
+            for stream in news:
+                choice = self._by_serial[stream.serial]
+                if choice.finished_by is None:
+                    failed = await self._advance(choice, stream, data) or failed
+                    running -= choice.finished_by is not None
+            if data:
+                await emit(b"".join(data))
+            if failed is not None:
+                return failed
+            for stream in news:
+                self._hub.take(stream, self._by_serial[stream.serial].tokens_taken)
+        return _COMPLETE
+
+    async def _advance(
+        self, choice: Choice, stream: OutputStream, data: list[bytes]
+    ) -> _Ending | None:
+        """What is new of one choice is added to `data`; how all of them end, if this one failed."""
+        received = stream.take()
+        of_prompt = received.prompt_logprobs
+        if of_prompt is not None:
+            begin = functools.partial(choice.push_prompt, of_prompt)
+            data.append(await self._work(choice.prompt_logprobs, begin))
+        if received.token_ids:
+            data.append(choice.push(received))
+            choice.tokens_taken += len(received.token_ids)
+            if choice.is_stopped:
                 self._hub.abandon(stream, "stop_string")
-                return _Ending("stop", "stop", text)
-            if received.token_ids:
-                await emit(text)
-                tokens_taken += len(received.token_ids)
-                self._hub.take(stream, tokens_taken)
-            if received.ended is not None:
-                return self._end(stream, received.ended)
+                return None
+        if received.ended is not None:
+            match received.ended.reason:
+                case FinishReason.STOP:
+                    data.append(choice.finish("stop"))
+                case FinishReason.LENGTH:
+                    data.append(choice.finish("length"))
+                case reason:
+                    return _Ending(reason.value, self._error(choice, received.ended))
+        return None
 
-    def _end(self, stream: OutputStream, ended: Ended) -> _Ending:
-        outcome = ended.reason.value
-        if ended.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            return _Ending(outcome, error=self._error(stream, ended))
-        text = self._text.finish()
-        if self._text.stopped:
-            outcome = FinishReason.STOP.value
-        return _Ending(outcome, outcome, text)
-
-    def _error(self, stream: OutputStream, ended: Ended) -> ApiError:
+    def _error(self, choice: Choice, ended: Ended) -> ApiError:
+        stream = choice.stream
+        assert stream is not None
+        which = f"Choice {choice.plan.index}: " if len(self._job.choices) > 1 else ""
         match ended.reason:
             case FinishReason.REJECTED:
-                return invalid(ended.detail or "The request was rejected", None, "rejected")
+                detail = ended.detail or "The request was rejected"
+                return invalid(which + detail, None, "rejected")
             case FinishReason.OVERLOADED:
-                return overloaded(ended.detail or "The workers are busy")
+                return overloaded(which + (ended.detail or "The workers are busy"))
             case FinishReason.DEADLINE:
                 detail = ended.detail or "The request took too long"
-                return ApiError(504, detail, code="timeout")
+                return ApiError(504, which + detail, code="timeout")
             case FinishReason.UNAVAILABLE:
                 reasons = [] if stream.decodes else self._hub.readiness()[1]
-                return unavailable(": ".join([ended.detail, "; ".join(reasons)]).rstrip(": "))
+                detail = ": ".join([ended.detail, "; ".join(reasons)]).rstrip(": ")
+                return unavailable(which + detail)
             case _:
-                return ApiError(500, ended.detail or "The request failed", code="failed")
+                return ApiError(500, which + (ended.detail or "The request failed"), code="failed")
 
-    def _usage(self, stream: OutputStream) -> Usage:
-        prompt_tokens = len(self._job.submission.token_ids)
-        return Usage(prompt_tokens, self._text.tokens, stream.cached_tokens)
+    def _usage(self) -> Usage:
+        """Of all choices. A prompt counts once; of its choices' cached tokens, the fewest: the
+        others were computed for it."""
+        prompts: dict[int, Usage] = {}
+        completion_tokens = 0
+        for choice in self._job.choices:
+            usage = choice.usage()
+            completion_tokens += usage.completion_tokens
+            known = prompts.get(choice.plan.prompt_index)
+            if known is None or usage.cached_tokens < known.cached_tokens:
+                prompts[choice.plan.prompt_index] = usage
+        return Usage(
+            sum(usage.prompt_tokens for usage in prompts.values()),
+            completion_tokens,
+            sum(usage.cached_tokens for usage in prompts.values()),
+        )
 
-    def _log(self, stream: OutputStream, ending: _Ending) -> None:
+    def _log(self, ending: _Ending) -> None:
+        choices = self._job.choices
+        first, usage = choices[0], self._usage()
+        stream = first.stream
+        assert stream is not None
         ttft = None if stream.first is None else round(stream.first - stream.opened, 4)
-        facts = {
+        facts: dict[str, object] = {
             "request": f"{short(self._hub.incarnation)}/{stream.serial}",
-            "prompt_tokens": len(self._job.submission.token_ids),
-            "output_tokens": self._text.tokens,
-            "cached_tokens": stream.cached_tokens,
+            "prompt_tokens": usage.prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
             "ttft_seconds": ttft,
             "seconds": round(self._hub.clock() - stream.opened, 4),
-            "decodes": ",".join(short(decode) for decode in stream.decodes),
+            "decodes": _names(c.stream.decodes for c in choices if c.stream is not None),
         }
-        log.info("request %s %s", self._job.id, ending.outcome, extra=facts)
+        if len(choices) > 1:
+            facts["choices"] = len(choices)
+        outcome = ending.outcome if ending is not _COMPLETE else first.finished_by
+        log.info("request %s %s", self._job.id, outcome, extra=facts)
 
 
-def _served_by(stream: OutputStream) -> dict[str, str]:
-    return {"x-pdrt-decode": ",".join(short(decode) for decode in stream.decodes)}
+def _names(workers: Iterable[Sequence[Incarnation]]) -> str:
+    """Each once, in order."""
+    return ",".join(dict.fromkeys(short(one) for some in workers for one in some))
 
 
-def _event_stream_start(stream: OutputStream) -> dict[str, object]:
+def _served_by(choices: Sequence[Choice]) -> dict[str, str]:
+    streams = [choice.stream for choice in choices if choice.stream is not None]
+    headers = {"x-pdrt-decode": _names(stream.decodes for stream in streams)}
+    if prefills := _names(stream.prefills for stream in streams):
+        headers["x-pdrt-prefill"] = prefills
+    return headers
+
+
+def _event_stream_start(choices: Sequence[Choice]) -> dict[str, object]:
     headers = {
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-cache",
         "x-accel-buffering": "no",  # nginx would hold events back
-        **_served_by(stream),
+        **_served_by(choices),
     }
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": raw}

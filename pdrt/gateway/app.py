@@ -9,6 +9,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pdrt.config import GatewayConfig
+from pdrt.gateway.admission import Admission
 from pdrt.gateway.completions import Completions
 from pdrt.gateway.errors import ApiError
 from pdrt.gateway.http import ApiKey, RequestIds, on_api_error, on_bug, on_http_error
@@ -19,7 +20,8 @@ from pdrt.gateway.served_model import ServedModel
 
 def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
     """Everything a client can reach."""
-    completions = Completions(hub, model, config)
+    admission = Admission(hub, model.identity, config)
+    completions = Completions(hub, model, admission, config)
     operations = Operations(hub, model)
     routes = [
         Route("/v1/chat/completions", completions.chat, methods=["POST"]),

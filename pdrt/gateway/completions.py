@@ -6,19 +6,24 @@ import math
 import secrets
 import time
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdrt.config import GatewayConfig
+from pdrt.gateway.admission import Admission
 from pdrt.gateway.answer import Answer, Job
-from pdrt.gateway.effects import Submission
-from pdrt.gateway.errors import context_length_exceeded, invalid, overloaded, unavailable
+from pdrt.gateway.chat.output import OutputParser
+from pdrt.gateway.chat_format import ChatEvents, ChatWhole
+from pdrt.gateway.choice import Choice, Plan
+from pdrt.gateway.completion_format import CompletionEvents, CompletionWhole
+from pdrt.gateway.errors import invalid
 from pdrt.gateway.http import read_body
 from pdrt.gateway.hub import Hub
-from pdrt.gateway.responses import Bodies, ChatFormat, CompletionFormat, Format
-from pdrt.gateway.schema import Generation, parse_chat, parse_completion
+from pdrt.gateway.plans import Circumstances, choice_plans
+from pdrt.gateway.preparation import Prepared
+from pdrt.gateway.responses import Head, Renderer
+from pdrt.gateway.schema.parsing import parse_chat, parse_completion
 from pdrt.gateway.served_model import Parse, ServedModel
 from pdrt.gateway.text import TextAssembler
 
@@ -37,51 +42,50 @@ class _Events(Response):
 class Completions:
     """Both endpoints."""
 
-    def __init__(self, hub: Hub, model: ServedModel, config: GatewayConfig) -> None:
+    def __init__(
+        self, hub: Hub, model: ServedModel, admission: Admission, config: GatewayConfig
+    ) -> None:
         self._hub = hub
         self._model = model
+        self._admission = admission
         self._config = config
-        self._preparing = 0
-        """Requests whose body is being read or tokenized; with those that run, at most
-        `requests_max`."""
 
     async def chat(self, request: Request) -> Response:
-        return await self._serve(request, parse_chat, ChatFormat())
+        return await self._serve(request, parse_chat, is_chat=True)
 
     async def completion(self, request: Request) -> Response:
-        return await self._serve(request, parse_completion, CompletionFormat())
+        return await self._serve(request, parse_completion, is_chat=False)
 
-    async def _serve(self, request: Request, parse: Parse, format: Format) -> Response:
+    async def _serve(self, request: Request, parse: Parse, is_chat: bool) -> Response:
         deadline = self._hub.clock() + self._seconds_max(request)
-        self._check_room()
-        self._preparing += 1
-        try:
+        with self._admission.preparing():
             body = await read_body(request, self._config.api.body_bytes_max)
-            generation, token_ids = await self._model.prepare(body, parse)
-            submission = self._submission(generation, token_ids, deadline)
-        finally:
-            self._preparing -= 1
-        job = Job(
-            id=request.state.request_id,
-            submission=submission,
-            bodies=Bodies(
-                format,
-                secrets.token_hex(12),
-                int(time.time()),
-                self._model.name,
-                generation.include_usage,
-            ),
-            include_usage=generation.include_usage,
+            limits = self._admission.limits()
+            prepared = await self._model.prepare(body, parse, limits)
+            if prepared.grammar is not None:
+                await self._model.check_grammar(prepared.grammar, prepared.grammar_param)
+        self._admission.check_choices(prepared.generation.choices)
+        head = Head(
+            ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            int(time.time()),
+            self._model.name,
+            is_chat,
         )
-        text = TextAssembler(submission, self._model.detokenizer(token_ids), generation.stops)
-        answer = Answer(self._hub, job, text)
-        return _Events(answer) if generation.stream else await answer.whole(request.receive)
-
-    def _check_room(self) -> None:
-        if self._hub.is_draining:
-            raise unavailable("The gateway is shutting down")
-        if self._preparing + self._hub.streams >= self._config.requests_max:
-            raise overloaded(f"{self._config.requests_max} requests are in flight already")
+        met = Circumstances(
+            identity=self._model.identity,
+            tokens_max=limits.tokens_max,
+            frame_bytes_max=self._config.protocol.frame_bytes_max,
+            deadline=deadline,
+            request_id=request.state.request_id,
+            draw_seed=lambda: secrets.randbits(64),
+        )
+        plans = choice_plans(prepared, met)
+        choices = tuple(self._choice(plan, prepared, head) for plan in plans)
+        streaming = prepared.generation.streaming
+        include_usage = streaming is not None and streaming.include_usage
+        job = Job(request.state.request_id, choices, head, include_usage)
+        answer = Answer(self._hub, job, self._model.beside)
+        return await answer.whole(request.receive) if streaming is None else _Events(answer)
 
     def _seconds_max(self, request: Request) -> float:
         """The client's own patience, at most the configured one."""
@@ -97,32 +101,33 @@ class Completions:
             raise invalid("X-Request-Timeout must be seconds, above 0", "X-Request-Timeout")
         return min(seconds, most)
 
-    def _submission(
-        self, generation: Generation, token_ids: tuple[int, ...], deadline: float
-    ) -> Submission:
-        """Fit the request into the context."""
-        size = len(token_ids)
-        size_max = min(
-            self._model.identity.max_model_len, self._hub.registry.max_model_len() or math.inf
+    def _choice(self, plan: Plan, prepared: Prepared, head: Head) -> Choice:
+        generation, submission = prepared.generation, plan.submission
+        shown = generation.shown
+        text = TextAssembler(
+            submission,
+            self._model.detokenizer(
+                submission.token_ids, shown.skip_special_tokens, prepared.markers
+            ),
+            generation.stops,
+            shown.stop_string,
         )
-        size_max = int(size_max)
-        param = "messages" if not isinstance(generation.prompt, str | tuple) else "prompt"
-        max_tokens = generation.max_tokens
-        if max_tokens is None:
-            max_tokens = size_max - size
-            if max_tokens < max(1, generation.sampling.min_tokens):
-                raise context_length_exceeded(size + 1, size_max, param)
-        elif size > size_max:
-            raise context_length_exceeded(size, size_max, param)
-        elif size + max_tokens > size_max:
-            asked = f"{size + max_tokens} ({size} of the prompt, {max_tokens} of output)"
-            raise context_length_exceeded(asked, size_max, generation.max_tokens_param)
-        vocab_size = self._model.identity.vocab_size
-        ends = set(generation.sampling.stop_token_ids)
-        if any(token >= vocab_size for token in ends):
-            raise invalid(f"Token ids must be from 0 to {vocab_size - 1}", "stop_token_ids")
-        if not generation.sampling.ignore_eos:
-            ends.update(self._model.identity.eos_token_ids)
-        seed = secrets.randbits(64) if generation.seed is None else generation.seed
-        sampling = msgspec.structs.replace(generation.sampling, max_tokens=max_tokens, seed=seed)
-        return Submission(token_ids, sampling, deadline, frozenset(ends))
+        prompt_detokenizer = None
+        if shown.echo and shown.logprobs is not None:
+            prompt_detokenizer = self._model.detokenizer((), shown.skip_special_tokens)
+        renderer = self._renderer(plan, prepared, head)
+        return Choice(plan, text, renderer, prompt_detokenizer)
+
+    def _renderer(self, plan: Plan, prepared: Prepared, head: Head) -> Renderer:
+        shown, names, index = plan.shown, self._model.token_names, plan.index
+        is_whole = prepared.generation.streaming is None
+        if not head.is_chat:
+            if is_whole:
+                return CompletionWhole(index, shown, names, plan.submission.token_ids)
+            return CompletionEvents(head, index, shown, names)
+        parser = None
+        if not prepared.is_plain:
+            parser = OutputParser(prepared.tools, prepared.start, lambda: secrets.token_hex(12))
+        if is_whole:
+            return ChatWhole(index, shown, names, parser)
+        return ChatEvents(head, index, shown, names, parser)

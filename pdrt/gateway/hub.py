@@ -9,12 +9,20 @@ from collections.abc import Callable, Iterable
 
 from pdrt.config import GatewayConfig
 from pdrt.gateway.drains import Drains
-from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
+from pdrt.gateway.effects import (
+    Assigned,
+    Deliver,
+    DeliverPrompt,
+    Effect,
+    Ended,
+    Send,
+    Submission,
+)
 from pdrt.gateway.inspection import Inspector
 from pdrt.gateway.registry import Registry, WorkerState
 from pdrt.gateway.requests import Requests
 from pdrt.gateway.router import Router
-from pdrt.gateway.stream import OutputStream
+from pdrt.gateway.stream import Outputs, OutputStream
 from pdrt.ids import Incarnation, routing_id, short
 from pdrt.observe.metrics import Metrics
 from pdrt.protocol.codec import BadFrame, Decoder, encode
@@ -22,6 +30,7 @@ from pdrt.protocol.gateway_messages import (
     Finished,
     GatewayToWorker,
     Gone,
+    PromptLogprobs,
     Register,
     Report,
     Submit,
@@ -63,6 +72,7 @@ class Hub:
             self.router.choose,
             self.router.learn,
         )
+        self._requests_max = config.requests_max
         self.drains = Drains(incarnation, self.registry)
         self._inspector = Inspector(incarnation, self._send)
         self._streams: dict[int, OutputStream] = {}
@@ -90,6 +100,8 @@ class Hub:
                 self._on_register(message, now)
             case Tokens():
                 self._apply(self.requests.on_tokens(message, now))
+            case PromptLogprobs():
+                self._apply(self.requests.on_prompt_logprobs(message, now))
             case Finished():
                 self._apply(self.requests.on_finished(message, now))
             case Gone():
@@ -141,11 +153,15 @@ class Hub:
 
     # From clients
 
-    def open(self, submission: Submission) -> OutputStream:
-        """Begin a request. Whoever calls must `close` the stream."""
+    def has_room(self, count: int) -> bool:
+        """Whether so many more requests may begin."""
+        return len(self._streams) + count <= self._requests_max
+
+    def open(self, submission: Submission, outputs: Outputs) -> OutputStream:
+        """Begin a request; its news goes to `outputs`. Whoever calls must `close` the stream."""
         now = self.clock()
         serial, effects = self.requests.open(submission, now)
-        stream = self._streams[serial] = OutputStream(serial, now)
+        stream = self._streams[serial] = OutputStream(serial, now, outputs)
         self._apply(effects)
         return stream
 
@@ -192,25 +208,22 @@ class Hub:
                     if recomputed_tokens:
                         self.metrics.count_recomputed_prompt_tokens(recomputed_tokens)
                         log.warning("request %d moves to decode worker %s", serial, short(decode))
-                case Deliver(serial, token_ids, cached_tokens):
-                    self._deliver(self._streams[serial], token_ids, cached_tokens)
+                case Deliver() as deliver:
+                    self._deliver(self._streams[deliver.serial], deliver)
+                case DeliverPrompt() as deliver:
+                    self._streams[deliver.serial].put_prompt(deliver)
                 case Ended() as ended:
-                    stream = self._streams[ended.serial]
-                    stream.cached_tokens = ended.cached_tokens
-                    stream.end(ended)
+                    self._streams[ended.serial].end(ended)
 
-    def _deliver(
-        self, stream: OutputStream, token_ids: tuple[int, ...], cached_tokens: int
-    ) -> None:
+    def _deliver(self, stream: OutputStream, deliver: Deliver) -> None:
         now = self.clock()
         if stream.heard is None:
             stream.first = now
             self.metrics.observe_ttft(now - stream.opened)
         else:
-            self.metrics.observe_itl((now - stream.heard) / len(token_ids))
+            self.metrics.observe_itl((now - stream.heard) / len(deliver.token_ids))
         stream.heard = now
-        stream.cached_tokens = cached_tokens
-        stream.put(token_ids)
+        stream.put(deliver)
 
     # Questions
 

@@ -3,6 +3,10 @@
 A request is one client's; an attempt is one decode worker's try at it. When an attempt fails in
 mid-stream the next one continues with the tokens that exist: the draw of a token depends on seed
 and position only, so the client cannot tell. Every method returns effects, in order.
+
+Log probabilities of the prompt are asked for until they have come once. Output is held back until
+then, as an answer begins with them: an attempt that ends before leaves nothing behind, and the next
+one begins anew.
 """
 
 from __future__ import annotations
@@ -13,11 +17,28 @@ import msgspec
 
 from pdrt.config import ProtocolConfig
 from pdrt.gateway.attempts import Attempt, AttemptEvent, Attempts, AttemptState
-from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
+from pdrt.gateway.effects import (
+    Assigned,
+    Deliver,
+    DeliverPrompt,
+    Effect,
+    Ended,
+    Send,
+    Submission,
+)
 from pdrt.gateway.prefix_index import Prompt
 from pdrt.gateway.router import Choose, Learn
 from pdrt.ids import Incarnation, RequestId
-from pdrt.protocol.gateway_messages import Cancel, Finished, FinishReason, Submit, Tokens
+from pdrt.protocol.gateway_messages import (
+    Cancel,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Submit,
+    Tokens,
+    Usage,
+)
+from pdrt.sampling import Sampling
 
 CREDIT_STRIDE_TOKENS = 16
 """A credit is sent when so many tokens were taken since the last one, or at the next tick."""
@@ -32,8 +53,12 @@ RETRIED = frozenset({FinishReason.FAILED, FinishReason.UNAVAILABLE, FinishReason
 class _Request(msgspec.Struct):
     submission: Submission
     prompt: Prompt
+    lacks_prompt_logprobs: bool
+    """They are asked for and have not come: nothing is delivered while it is so."""
     output: list[int] = []
-    """Tokens delivered; never more than `max_tokens`."""
+    """Tokens received; never more than `max_tokens`. Delivered, but for those in `held`."""
+    held: list[Deliver] = []
+    """Held back while the prompt's log probabilities are missing; together they are `output`."""
     taken: int = 0
     """Of those, taken by the client."""
     attempt: Attempt | None = None
@@ -91,7 +116,9 @@ class Requests:
         ):
             detail = f"{self._requests_max} requests are in flight already"
             return serial, [Ended(serial, FinishReason.OVERLOADED, detail)]
-        self._requests[serial] = _Request(submission, Prompt(submission.token_ids, ""))
+        asks_prompt = submission.sampling.prompt_logprobs is not None
+        prompt = Prompt(submission.token_ids, submission.cache_salt, may_reuse=not asks_prompt)
+        self._requests[serial] = _Request(submission, prompt, asks_prompt)
         no_worker = "no pair of workers can serve now"
         return serial, self._next_attempt(serial, FinishReason.UNAVAILABLE, no_worker, now)
 
@@ -116,6 +143,58 @@ class Requests:
     # Events of workers
 
     def on_tokens(self, message: Tokens, now: float) -> list[Effect]:
+        attempt = self._heard(message, now)
+        if isinstance(attempt, list):
+            return attempt
+        serial = message.request.serial
+        request = self._requests[serial]
+        received = len(request.output)
+        if message.cached_tokens is not None:
+            request.cached_tokens = message.cached_tokens
+            self._learn(attempt.route, message.prefill, message.cached_tokens)
+        if message.first_index > received:
+            detail = f"tokens {received} to {message.first_index - 1} are missing"
+            return self._give_up(attempt, "gap", detail, now)
+        sampling = request.submission.sampling
+        asked = len(message.token_ids) if sampling.logprobs is not None else 0
+        if len(message.logprobs) != asked:
+            detail = f"{len(message.logprobs)} log probabilities came, not {asked}"
+            return self._give_up(attempt, "logprobs", detail, now)
+        fresh = slice(received - message.first_index, sampling.max_tokens - message.first_index)
+        token_ids = message.token_ids[fresh]
+        if len(token_ids) < len(message.token_ids):
+            self.stale["tokens_again"] += 1
+        if not token_ids:
+            return []
+        request.output.extend(token_ids)
+        cached, logprobs = self._cached(request), message.logprobs[fresh]
+        deliver = Deliver(serial, token_ids, cached, logprobs, message.prefill)
+        if request.lacks_prompt_logprobs:
+            request.held.append(deliver)
+            return []
+        return [deliver]
+
+    def on_prompt_logprobs(self, message: PromptLogprobs, now: float) -> list[Effect]:
+        attempt = self._heard(message, now)
+        if isinstance(attempt, list):
+            return attempt
+        serial = message.request.serial
+        request = self._requests[serial]
+        if not request.lacks_prompt_logprobs:
+            self.stale["prompt_logprobs_again"] += 1
+            return []
+        asked = len(request.submission.token_ids) - 1
+        if len(message.logprobs) != asked:
+            detail = f"{len(message.logprobs)} log probabilities of the prompt came, not {asked}"
+            return self._give_up(attempt, "logprobs", detail, now)
+        request.cached_tokens = message.cached_tokens
+        request.lacks_prompt_logprobs = False
+        held, request.held = request.held, []
+        cached = self._cached(request)
+        return [DeliverPrompt(serial, message.logprobs, cached, message.prefill), *held]
+
+    def _heard(self, message: Tokens | PromptLogprobs, now: float) -> Attempt | list[Effect]:
+        """The running attempt that says this; else what to do about the message."""
         attempt = self._attempts.get(message.request, message.worker)
         if attempt is None:
             return self._answer_unknown(message)
@@ -123,25 +202,13 @@ class Requests:
         if attempt.state is AttemptState.CANCELLING:
             self.stale["tokens_cancelled"] += 1
             return []
-        serial = message.request.serial
-        request = self._requests[serial]
-        received = len(request.output)
         attempt.heard = now
-        if message.cached_tokens is not None:
-            request.cached_tokens = message.cached_tokens
-            self._learn(attempt.route, message.prefill, message.cached_tokens)
-        if message.first_index > received:
-            detail = f"tokens {received} to {message.first_index - 1} are missing"
-            cancel = self._attempts.cancel(attempt, AttemptEvent.GAP, "gap", now)
-            return [cancel, *self._next_attempt(serial, FinishReason.FAILED, detail, now)]
-        last = request.submission.sampling.max_tokens
-        fresh = message.token_ids[received - message.first_index :][: last - received]
-        if len(fresh) < len(message.token_ids):
-            self.stale["tokens_again"] += 1
-        if not fresh:
-            return []
-        request.output.extend(fresh)
-        return [Deliver(serial, fresh, self._cached(request))]
+        return attempt
+
+    def _give_up(self, attempt: Attempt, why: str, detail: str, now: float) -> list[Effect]:
+        """This attempt's output cannot be used any more: the next one."""
+        cancel = self._attempts.cancel(attempt, AttemptEvent.GAP, why, now)
+        return [cancel, *self._next_attempt(attempt.id.serial, FinishReason.FAILED, detail, now)]
 
     def on_finished(self, message: Finished, now: float) -> list[Effect]:
         attempt = self._attempts.get(message.request, message.worker)
@@ -163,13 +230,22 @@ class Requests:
             if reason is FinishReason.CANCELLED:
                 reason = FinishReason.UNAVAILABLE
             return self._next_attempt(serial, reason, message.detail, now)
-        if message.reason in (FinishReason.STOP, FinishReason.LENGTH) and usage is not None:
-            # Prefill samples a token even when none is wanted: it is no part of the output.
-            tokens = min(usage.output_tokens, request.submission.sampling.max_tokens)
-            if missing := max(0, tokens - len(request.output)):
-                detail = f"the last {missing} tokens are missing"
-                return self._next_attempt(serial, FinishReason.FAILED, detail, now)
+        if message.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            missing = self._missing(request, usage)
+            if missing is not None:
+                return self._next_attempt(serial, FinishReason.FAILED, missing, now)
         return self._end(serial, message.reason, message.detail)
+
+    def _missing(self, request: _Request, usage: Usage | None) -> str | None:
+        """What a good end should have come after, in words."""
+        if request.lacks_prompt_logprobs:
+            return "the log probabilities of the prompt are missing"
+        if usage is None:
+            return None
+        # Prefill samples a token even when none is wanted: it is no part of the output.
+        tokens = min(usage.output_tokens, request.submission.sampling.max_tokens)
+        missing = tokens - len(request.output)
+        return f"the last {missing} tokens are missing" if missing > 0 else None
 
     def on_undelivered(self, request_id: RequestId, now: float) -> list[Effect]:
         """The `Submit` of this attempt was refused by the socket."""
@@ -225,10 +301,14 @@ class Requests:
     ) -> list[Effect]:
         """Submit to the next worker, or end the request with `reason` and `detail`."""
         request = self._requests[serial]
-        submission, output = request.submission, request.output
         request.attempt = None
-        if request.attempts > 0 and (complete := submission.is_complete(output)):
-            return self._end(serial, complete)
+        if request.held:
+            request.output, request.held = [], []
+        submission, output = request.submission, request.output
+        is_first = request.attempts == 0
+        ended = None if is_first else submission.is_complete(output)
+        if ended is not None and not request.lacks_prompt_logprobs:
+            return self._end(serial, ended)
         if now >= submission.deadline:
             return self._end(serial, FinishReason.DEADLINE, "the request took too long")
         route = None
@@ -239,7 +319,7 @@ class Requests:
             return self._end(serial, reason, detail)
         id = RequestId(self._gateway, serial, request.attempts)
         request.attempt = self._attempts.open(id, route, submission.deadline, now)
-        recomputed = len(submission.token_ids) + len(output) if request.attempts else 0
+        recomputed = 0 if is_first else len(submission.token_ids) + len(output)
         request.attempts += 1
         request.tried.add(route.decode)
         submit = Submit(
@@ -247,11 +327,20 @@ class Requests:
             route.decode,
             submission.token_ids,
             tuple(output),
-            submission.sampling,
+            self._sampling(request),
             submission.deadline - now,
             route.prefill_endpoints,
+            submission.cache_salt,
+            submission.context,
         )
         return [Assigned(serial, route.decode, recomputed), Send(submit)]
+
+    def _sampling(self, request: _Request) -> Sampling:
+        """What is still to be asked for."""
+        sampling = request.submission.sampling
+        if sampling.prompt_logprobs is None or request.lacks_prompt_logprobs:
+            return sampling
+        return msgspec.structs.replace(sampling, prompt_logprobs=None)
 
     def _end(self, serial: int, reason: FinishReason, detail: str = "") -> list[Effect]:
         request = self._requests.pop(serial)
@@ -261,7 +350,7 @@ class Requests:
         # A later attempt's prompt holds output too, which is no part of the client's prompt.
         return min(request.cached_tokens, len(request.submission.token_ids))
 
-    def _answer_unknown(self, message: Tokens) -> list[Effect]:
+    def _answer_unknown(self, message: Tokens | PromptLogprobs) -> list[Effect]:
         """An attempt that was given up with its worker, which has come back: stop it."""
         self.stale["tokens_unknown"] += 1
         if message.request.gateway != self._gateway:
@@ -276,4 +365,7 @@ class Requests:
         assert self._attempts.running() == current
         for serial, request in self._requests.items():
             assert request.attempt is not None and request.attempt.id.serial == serial
-            assert request.taken <= len(request.output) <= request.submission.sampling.max_tokens
+            held = [token for deliver in request.held for token in deliver.token_ids]
+            assert held == (request.output if request.lacks_prompt_logprobs else [])
+            assert request.taken <= len(request.output) - len(held)
+            assert len(request.output) <= request.submission.sampling.max_tokens

@@ -1,125 +1,101 @@
-"""Bodies of OpenAI responses, whole and in chunks. Pure: the time is passed in."""
+"""What all OpenAI answers have in common: head, usage, events of a stream. Pure."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pdrt.gateway.errors import ApiError
+from pdrt.gateway.logprobs import Scored
+from pdrt.gateway.schema.answers import FinishedBy, PromptTokensDetails, UsageBody
+from pdrt.sampling import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 
-_encoder = msgspec.json.Encoder()
+encoder = msgspec.json.Encoder()
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Exact token counts of one request."""
+    """Exact token counts."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
 
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    def body(self) -> UsageBody:
+        return UsageBody(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.prompt_tokens + self.completion_tokens,
+            PromptTokensDetails(self.cached_tokens),
+        )
 
 
-class ChatFormat:
-    """Bodies of /v1/chat/completions."""
+class Piece(msgspec.Struct, frozen=True):
+    """What is new of one choice."""
 
-    id_prefix = "chatcmpl-"
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def choice(self, text: str, finish_reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return _choice("message", message, finish_reason)
-
-    def first_choices(self) -> list[dict[str, Any]]:
-        """What a stream begins with, before any text."""
-        return [_choice("delta", {"role": "assistant", "content": ""}, None)]
-
-    def text_choice(self, text: str) -> dict[str, Any]:
-        return _choice("delta", {"content": text}, None)
-
-    def last_choice(self, finish_reason: str) -> dict[str, Any]:
-        return _choice("delta", {}, finish_reason)
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    """Of the output."""
+    scored: Sequence[Scored] = ()
+    """Tokens that the text came from, of the prompt too where it is a part of the text; empty
+    where nobody asked."""
 
 
-class CompletionFormat:
-    """Bodies of /v1/completions."""
+class PromptShown(msgspec.Struct, frozen=True):
+    """What an answer shows of a prompt beside its text."""
 
-    id_prefix = "cmpl-"
-    object = "text_completion"
-    chunk_object = "text_completion"
-
-    def choice(self, text: str, finish_reason: str) -> dict[str, Any]:
-        return _choice("text", text, finish_reason)
-
-    def first_choices(self) -> list[dict[str, Any]]:
-        return []
-
-    def text_choice(self, text: str) -> dict[str, Any]:
-        return _choice("text", text, None)
-
-    def last_choice(self, finish_reason: str) -> dict[str, Any]:
-        return _choice("text", "", finish_reason)
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
-Format = ChatFormat | CompletionFormat
+ChunkUsage = UsageBody | UnsetType | None
 
 
-def _choice(key: str, value: object, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, key: value, "logprobs": None, "finish_reason": finish_reason}
+class Renderer(Protocol):
+    """Turns what is new of one choice into bytes: events at once, or one JSON object at the end."""
+
+    def begin(self, prompt: PromptShown) -> None:
+        """Once, before anything else."""
+
+    def push(self, piece: Piece, usage: ChunkUsage) -> bytes: ...
+
+    def finish(self, piece: Piece, finish_reason: FinishedBy, usage: ChunkUsage) -> bytes: ...
 
 
-class Bodies:
-    """The bodies of one response."""
+class Head(msgspec.Struct, frozen=True):
+    """What every body and event of a response begins with."""
 
-    def __init__(
-        self, format: Format, id: str, created: int, model: str, include_usage: bool
-    ) -> None:
-        """`include_usage` is about chunks only."""
-        self._format = format
-        self._head = {"id": format.id_prefix + id, "created": created, "model": model}
-        # Chunks of a stream that ends with its usage carry a null until then.
-        self._no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    id: str
+    created: int
+    model: str
+    is_chat: bool
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> bytes:
-        choices = [self._format.choice(text, finish_reason)]
-        return _encoder.encode(
+    def whole(self, choices: Sequence[bytes], usage: Usage, rest: dict[str, Any]) -> bytes:
+        """The response in one piece; `choices` are encoded already."""
+        return encoder.encode(
             {
-                **self._head,
-                "object": self._format.object,
-                "choices": choices,
+                **self._fields("chat.completion" if self.is_chat else "text_completion"),
+                "choices": [msgspec.Raw(choice) for choice in choices],
                 "usage": usage.body(),
+                **rest,
             }
         )
 
-    def first(self) -> bytes:
-        """Begins a stream; empty where the format has nothing to say yet."""
-        return b"".join(self._chunk([choice]) for choice in self._format.first_choices())
+    def usage_event(self, usage: Usage) -> bytes:
+        """The last event but one, where the client wants it."""
+        fields = self._fields("chat.completion.chunk" if self.is_chat else "text_completion")
+        return event({**fields, "choices": [], "usage": usage.body()})
 
-    def text(self, text: str) -> bytes:
-        return self._chunk([self._format.text_choice(text)])
+    def _fields(self, object: str) -> dict[str, Any]:
+        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
 
-    def last(self, finish_reason: str) -> bytes:
-        return self._chunk([self._format.last_choice(finish_reason)])
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._event({"choices": [], "usage": usage.body()})
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        return self._event({"choices": choices, **self._no_usage})
-
-    def _event(self, rest: dict[str, Any]) -> bytes:
-        chunk = {**self._head, "object": self._format.chunk_object, **rest}
-        return b"data: " + _encoder.encode(chunk) + b"\n\n"
+def event(chunk: object) -> bytes:
+    return b"data: " + encoder.encode(chunk) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:

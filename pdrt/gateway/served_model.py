@@ -6,107 +6,134 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from pdrt.config import GatewayConfig
+from pdrt.config import ApiConfig, GatewayConfig
 from pdrt.errors import RequestRefused
-from pdrt.gateway.errors import ApiError, context_length_exceeded, invalid
-from pdrt.gateway.schema import ChatMessages, Generation, Prompt
+from pdrt.gateway.errors import ApiError, invalid
+from pdrt.gateway.logprobs import TokenNames
+from pdrt.gateway.preparation import Preparation, Prepared
+from pdrt.gateway.schema.bounds import Limits
+from pdrt.gateway.schema.generation import Generation
+from pdrt.gateway.schema.parsing import parse_tokenize
 from pdrt.model.detokenizer import Detokenizer
 from pdrt.model.fetch import resolve_model
 from pdrt.model.identity import ModelIdentity, read_identity
 from pdrt.model.tokenizer import Tokenizer
+from pdrt.sampling import Grammar
 
 log = logging.getLogger("pdrt.gateway")
 
-Parse = Callable[[bytes, int], Generation]
-"""Of a body, given how many tokens the context holds."""
+Parse = Callable[[bytes, Limits], Generation]
+Result = TypeVar("Result")
 
 INLINE_BYTES_MAX = 4096
 """Larger bodies (milliseconds and more, even of empty messages) are parsed and tokenized in a
 thread, beside the loop."""
 THREADS = 2
 """A big prompt does not hold up all others. More would only compete with the loop."""
-CHARACTERS_PER_MESSAGE = 16
-"""What the chat template adds to each, or more: an empty message is work too."""
-CHARACTERS_PER_TOKEN_MAX = 256
-"""No vocabulary known to us has longer tokens, but for rulers and blanks. A text that is longer
-than the context even so is refused unread: tokenizing it would keep the thread for minutes."""
 
 
 class ServedModel:
     """The one model of this gateway."""
 
-    def __init__(self, identity: ModelIdentity, name: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        name: str,
+        tokenizer: Tokenizer,
+        api: ApiConfig = ApiConfig(),  # noqa: B008 (frozen)
+    ) -> None:
         """`name` is what clients call it."""
         self.identity = identity
         self.name = name
+        self.token_names = TokenNames(tokenizer.token_bytes)
         self._tokenizer = tokenizer
+        self._preparation = Preparation(identity, tokenizer, api)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prepare")
 
-    async def prepare(self, body: bytes, parse: Parse) -> tuple[Generation, tuple[int, ...]]:
-        """What a body asks for, and the token ids of its prompt, special tokens and chat template
-        included. Holds the loop for some milliseconds at most, however large the body.
+    async def prepare(self, body: bytes, parse: Parse, limits: Limits) -> Prepared:
+        """What a body asks for, the token ids of its prompts, special tokens and chat template
+        included, and its grammar. Holds the loop for some milliseconds at most, however large the
+        body.
 
         Raises:
             ApiError: the body is none, another model is meant, the chat template refuses the
-                messages, a token id is none, the prompt is far too long, or has no tokens at all.
+                messages, a token id is none, a prompt is far too long, or has no tokens at all.
         """
-        if len(body) <= INLINE_BYTES_MAX:
-            return self._prepare(body, parse)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._prepare, body, parse)
 
-    def _prepare(self, body: bytes, parse: Parse) -> tuple[Generation, tuple[int, ...]]:
-        generation = parse(body, self.identity.max_model_len)
-        if generation.model != self.name:
-            message = f"The model '{generation.model[:200]}' does not exist"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return generation, self._tokenize(generation.prompt)
+        def prepare() -> Prepared:
+            generation = parse(body, limits)
+            self.check_name(generation.model)
+            return self._preparation.prepare(generation, limits)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        param = "messages" if isinstance(prompt, ChatMessages) else "prompt"
-        if isinstance(prompt, tuple):
-            token_ids = prompt
-            vocab_size = self.identity.vocab_size
-            if prompt and not (min(prompt) >= 0 and max(prompt) < vocab_size):
-                raise invalid(f"Token ids must be from 0 to {vocab_size - 1}", param)
-        else:
-            token_ids = self._tokenize_text(prompt, param)
-        if not token_ids:
-            raise invalid("The prompt must hold at least one token", param)
-        return token_ids
+        return prepare() if len(body) <= INLINE_BYTES_MAX else await self.beside(prepare)
 
-    def _tokenize_text(self, prompt: ChatMessages | str, param: str) -> tuple[int, ...]:
-        size = _characters(prompt)
-        tokens_max = self.identity.max_model_len
-        if size > tokens_max * CHARACTERS_PER_TOKEN_MAX:
-            raise context_length_exceeded(f"{size} characters", tokens_max, param)
+    async def beside(self, work: Callable[[], Result]) -> Result:
+        """Run `work` in a thread, beside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Compile it, beside the loop: nothing is computed for an output that cannot be.
+
+        Raises:
+            ApiError: 400 naming `param`.
+        """
+
+        def check() -> None:
+            # It carries torch along, which a gateway can do without until then.
+            from pdrt.model.grammar import check_grammar
+
+            check_grammar(grammar)
+
         try:
-            return self._encode(prompt)
+            await self.beside(check)
         except RequestRefused as error:
             raise invalid(str(error), error.param or param) from None
 
-    def _encode(self, prompt: ChatMessages | str) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt))
-        return tuple(self._tokenizer.apply_chat_template(prompt.messages))
+    def check_name(self, name: str) -> None:
+        """Raises ApiError when another model is meant."""
+        if name != self.name:
+            message = f"The model '{name[:200]}' does not exist"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """For the output that follows `prompt_ids`."""
-        return self._tokenizer.detokenizer(prompt_ids)
+    async def tokenize(self, body: bytes, limits: Limits) -> tuple[list[int], list[str] | None]:
+        """Token ids, and each as text if the body asks for that. Raises ApiError."""
+
+        def tokenize() -> tuple[list[int], list[str] | None]:
+            asked, prompt, encoding = parse_tokenize(body, limits)
+            self.check_name(self.name if asked.model is None else asked.model)
+            ids = list(self._preparation.tokenize(prompt, encoding, limits))
+            texts = None
+            if asked.return_token_strs:
+                texts = [self.token_names.text(token) for token in ids]
+            return ids, texts
+
+        return tokenize() if len(body) <= INLINE_BYTES_MAX else await self.beside(tokenize)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included.
+
+        Raises:
+            ApiError: 400 naming `tokens`: one is no token.
+        """
+        if token_ids and max(token_ids) >= self.identity.vocab_size:
+            message = f"Token ids must be from 0 to {self.identity.vocab_size - 1}"
+            raise invalid(message, "tokens")
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def detokenizer(
+        self,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        keep: Sequence[str] = (),
+    ) -> Detokenizer:
+        """For the output that follows `prompt_ids`; `keep` are special tokens that show even so."""
+        return self._tokenizer.detokenizer(prompt_ids, skip_special_tokens, keep)
 
     def close(self) -> None:
         """End the threads; a prompt that is being tokenized is the last."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _characters(prompt: ChatMessages | str) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(
-        CHARACTERS_PER_MESSAGE + len(message["content"]) + len(message.get("name", ""))
-        for message in prompt.messages
-    )
 
 
 def load_served_model(config: GatewayConfig) -> tuple[ServedModel, tuple[str, ...]]:
@@ -120,4 +147,4 @@ def load_served_model(config: GatewayConfig) -> tuple[ServedModel, tuple[str, ..
     identity = read_identity(directory)
     digests = (identity.digest, read_identity(directory, "dummy").digest)
     name = config.served_model_name or identity.name
-    return ServedModel(identity, name, Tokenizer(directory)), digests
+    return ServedModel(identity, name, Tokenizer(directory), config.api), digests

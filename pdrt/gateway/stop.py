@@ -12,10 +12,12 @@ class StopMatcher:
     longest. Text that may still become a stop string is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty strings; no stops at all lets everything through."""
+    def __init__(self, stops: Sequence[str], shows_stop: bool = False) -> None:
+        """`stops` are not empty strings; no stops at all lets everything through. `shows_stop`:
+        the stop string goes through too."""
         assert all(stops), "a stop string is empty"
         self._stops = tuple(stops)
+        self._shows_stop = shows_stop
         self._held = ""
         """The longest suffix of the text that begins a stop string; holds no complete one."""
         self.stopped = False
@@ -32,7 +34,7 @@ class StopMatcher:
             assert end > start
             self.stopped = True
             self._held = ""
-            return text[:start]
+            return text[: end if self._shows_stop else start]
         cut = len(text) - self._pending_length(text)
         self._held = text[cut:]
         return text[:cut]

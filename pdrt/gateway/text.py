@@ -21,13 +21,21 @@ class TextAssembler:
     """Text of one output, up to its first stop string."""
 
     def __init__(
-        self, submission: Submission, detokenizer: Detokenizer, stops: Sequence[str]
+        self,
+        submission: Submission,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        shows_stop: bool = False,
     ) -> None:
+        """`shows_stop`: what ends the output, string or token, is a part of its text."""
+        self._shows_stop = shows_stop
         self._submission = submission
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, shows_stop)
         self.tokens = 0
         """Tokens that count: up to the one that completed a stop string."""
+        self.characters = 0
+        """Of the text that their tokens have made certain: where the next token's text begins."""
 
     @property
     def stopped(self) -> bool:
@@ -41,9 +49,10 @@ class TextAssembler:
     def _push(self, token: int) -> str:
         position = self.tokens
         self.tokens += 1
-        if self._submission.is_end(token, position):
+        if not self._shows_stop and self._submission.is_end(token, position):
             return ""  # it ends the output and is no part of it
         text = self._detokenizer.push([token])
+        self.characters += len(text)
         # As with end-of-sequence, no stop counts before `min_tokens`.
         if self.tokens < self._submission.sampling.min_tokens:
             return text

@@ -10,11 +10,14 @@ import openai
 import pytest
 
 from pdrt.gateway.errors import ApiError
-from pdrt.gateway.schema import OFF, parse_chat, parse_completion
+from pdrt.gateway.schema.bodies import OFF, ChatBody, CompletionBody
+from pdrt.gateway.schema.bounds import Limits
+from pdrt.gateway.schema.parsing import parse_chat, parse_completion
 from pdrt.protocol.gateway_messages import FinishReason, Role
 from tests.gateway.conftest import Deploy, Deployment, eventually
 from tests.gateway.stand_in import begins, says
 
+LIMITS = Limits(tokens_max=512, choices_max=8, logprobs_max=20, grammar_bytes_max=4096)
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -104,7 +107,7 @@ async def test_a_bad_field_is_named(deployment: Deployment) -> None:
 @pytest.mark.parametrize("parse", [parse_chat, parse_completion])
 def test_no_body_is_more_than_a_400(parse: Any, body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse(body, 512)
+        parse(body, LIMITS)
     assert caught.value.status == 400
     assert len(caught.value.body) < 1000
 
@@ -136,7 +139,7 @@ async def test_bad_prompts(deployment: Deployment) -> None:
 def test_every_field_that_is_off_may_be_given() -> None:
     for name, values in OFF.items():
         for value in (*values, None):
-            parse_chat(msgspec.json.encode({**CHAT, name: value}), 512)
+            parse_chat(msgspec.json.encode({**CHAT, name: value}), LIMITS)
 
 
 async def test_over_long_prompts(deployment: Deployment) -> None:

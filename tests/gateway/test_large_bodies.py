@@ -12,14 +12,15 @@ import pytest
 
 from pdrt.config import GatewayConfig
 from pdrt.gateway.errors import ApiError
-from pdrt.gateway.schema import parse_chat, parse_completion
+from pdrt.gateway.schema.bounds import Limits
+from pdrt.gateway.schema.parsing import parse_chat, parse_completion
 from pdrt.gateway.served_model import INLINE_BYTES_MAX, Parse, ServedModel
 from pdrt.model.identity import ModelIdentity
 from pdrt.model.tokenizer import Tokenizer
 from tests.gateway.conftest import Deployment
 
 BYTES_MAX = GatewayConfig().api.body_bytes_max
-CONTEXT = 1 << 20
+CONTEXT = Limits(tokens_max=1 << 20, choices_max=128, logprobs_max=20, grammar_bytes_max=1 << 16)
 CPU_SECONDS_MAX = 1.0
 """Of one body; each takes a tenth of it here, and took seconds when it was no refusal."""
 
@@ -64,9 +65,9 @@ def test_more_items_than_the_context_has_tokens_are_refused() -> None:
     completion = msgspec.json.encode({"model": "tiny", "prompt": [1] * 9})
     for parse, body in ((parse_chat, chat), (parse_completion, completion)):
         with pytest.raises(ApiError) as caught:
-            parse(body, 8)
+            parse(body, msgspec.structs.replace(CONTEXT, tokens_max=8))
         assert caught.value.code == "context_length_exceeded"
-        parse(body, 9)
+        parse(body, msgspec.structs.replace(CONTEXT, tokens_max=9))
 
 
 class _Recorder:
@@ -75,12 +76,19 @@ class _Recorder:
     def __init__(self) -> None:
         self.threads: list[int] = []
 
-    def encode(self, text: str) -> list[int]:
+    class chat_template:
+        text = ""
+        renders_tools = False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         self.threads.append(threading.get_ident())
         return [1]
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode("")
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *options: object) -> str:
+        return ""
 
 
 async def test_a_large_body_is_worked_on_beside_the_loop() -> None:
@@ -89,18 +97,18 @@ async def test_a_large_body_is_worked_on_beside_the_loop() -> None:
     model = ServedModel(identity, "tiny", cast(Tokenizer, recorder))
     here = threading.get_ident()
 
-    def parse(body: bytes, tokens_max: int) -> Any:
+    def parse(body: bytes, limits: Limits) -> Any:
         recorder.threads.append(threading.get_ident())
-        return parse_chat(body, tokens_max)
+        return parse_chat(body, limits)
 
     message = {"role": "user", "content": ""}
     small = msgspec.json.encode({"model": "tiny", "messages": [message]})
-    await model.prepare(small, parse)
+    await model.prepare(small, parse, CONTEXT)
     assert recorder.threads == [here, here]
     recorder.threads.clear()
     large = msgspec.json.encode({"model": "tiny", "messages": [message] * 200})
     assert len(large) > INLINE_BYTES_MAX
-    await model.prepare(large, parse)
+    await model.prepare(large, parse, CONTEXT)
     assert len(recorder.threads) == 2 and here not in recorder.threads
     model.close()
 
