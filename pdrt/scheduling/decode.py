@@ -153,7 +153,7 @@ class DecodeScheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         # QUEUED requests; preempted ones stand in front.
         self._queue: deque[RequestId] = deque()
-        # RUNNING requests, in the order in which they joined.
+        # RUNNING requests, oldest first.
         self._running: dict[RequestId, DecodeRequest] = {}
         self._orders = 0
 
@@ -251,6 +251,8 @@ class DecodeScheduler:
         request.room = None
         request.pages, request.computed = pages, computed
         self._running[request.request] = request
+        by_age = sorted(self._running.values(), key=lambda r: r.order)
+        self._running = {r.request: r for r in by_age}
         request.end_phase("transfer", now)
 
     # Steps
@@ -260,7 +262,7 @@ class DecodeScheduler:
         is over, so anybody may be preempted."""
         sequences: list[DecodeRequest] = []
         preempted: list[DecodeRequest] = []
-        for request in self._oldest_first():
+        for request in list(self._running.values()):
             assert not request.is_in_step, request.request
             if request.state is not RequestState.RUNNING or self._is_paused(request):
                 continue
@@ -274,16 +276,14 @@ class DecodeScheduler:
         """While a step runs: pages for the token after the one that it computes, as if all of its
         sequences went on. Nobody is preempted for them: the pages of the step are in use, and some
         of its sequences may end with it and give theirs back."""
-        for request in self._oldest_first():
-            if not request.is_in_step or self._ends_after(request):
+        page_size = self._layout.page_size
+        for request in self._running.values():
+            is_covered = len(request.pages) * page_size >= request.computed + 2
+            if is_covered or not request.is_in_step or self._ends_after(request):
                 continue
-            if len(request.pages) < self._layout.pages_for(request.computed + 2):
-                if not pool.available:
-                    return
-                request.pages += tuple(pool.take(request, 1))
-
-    def _oldest_first(self) -> list[DecodeRequest]:
-        return sorted(self._running.values(), key=lambda request: request.order)
+            if not pool.available:
+                return
+            request.pages += tuple(pool.take(request, 1))
 
     def _grow(
         self,
@@ -293,12 +293,11 @@ class DecodeScheduler:
         now: float,
     ) -> bool:
         """Cover one more token; False when the request itself had to give way."""
-        wanted = self._layout.pages_for(request.computed + 1)
-        while len(request.pages) < wanted:
+        while len(request.pages) * self._layout.page_size <= request.computed:
             try:
                 request.pages += tuple(pool.take(request, 1))
             except PoolExhausted:
-                youngest = max(self._running.values(), key=lambda r: r.order)
+                youngest = next(reversed(self._running.values()))
                 pool.give_back(youngest)
                 self.requeue(youngest, now)
                 preempted.append(youngest)
@@ -331,13 +330,12 @@ class DecodeScheduler:
     def take_token(self, request: DecodeRequest, token: int) -> FinishReason | None:
         """One more output token, from a step or from prefill; says whether it was the last."""
         request.tokens.append(token)
-        sampling = request.sampling
-        if request.output_tokens > sampling.min_tokens:
+        sampling, output = request.sampling, request.output_tokens
+        if output > sampling.min_tokens:
             is_eos = token in self._eos_token_ids and not sampling.ignore_eos
             if is_eos or token in sampling.stop_token_ids:
                 return FinishReason.STOP
-        is_full = len(request.tokens) >= self._max_model_len
-        if is_full or request.output_tokens >= sampling.max_tokens:
+        if output >= sampling.max_tokens or len(request.tokens) >= self._max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -348,6 +346,8 @@ class DecodeScheduler:
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
         assert len(set(self._queue)) == len(self._queue)
+        orders = [request.order for request in self._running.values()]
+        assert orders == sorted(orders), orders
         for request in self.requests.values():
             is_queued = request.state is RequestState.QUEUED
             is_running = request.state is RequestState.RUNNING

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdrt.decode.pages import DecodePages, RoomPages
-from pdrt.ids import RequestId
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
