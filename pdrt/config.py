@@ -199,7 +199,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`pdrt up`: one gateway, prefill and decode workers on this machine, supervised."""
+    """`pdrt up`: one gateway, prefill and decode workers on this machine, supervised: one that dies
+    or leaves (`pdrt drain`) is started anew."""
 
     host: Annotated[str, _doc("HTTP address to bind to")] = "127.0.0.1"
     port: Annotated[Port, _doc("HTTP port; 0 picks one")] = 8000

@@ -1,4 +1,4 @@
-"""GET of one small JSON document from a gateway."""
+"""Small JSON documents from a gateway."""
 
 from __future__ import annotations
 
@@ -22,8 +22,20 @@ class Answer(msgspec.Struct, frozen=True):
 
 def get_json(url: str, api_key: str | None, timeout_seconds: float) -> Answer:
     """Any HTTP status is an answer. Raises OSError (also as URLError) when nothing answers."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    request = urllib.request.Request(url, headers=headers)
+    return _ask(urllib.request.Request(url, headers=_headers(api_key)), timeout_seconds)
+
+
+def post_json(url: str, api_key: str | None, timeout_seconds: float) -> Answer:
+    """POST without a body; as `get_json`."""
+    request = urllib.request.Request(url, data=b"", headers=_headers(api_key), method="POST")
+    return _ask(request, timeout_seconds)
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+
+def _ask(request: urllib.request.Request, timeout_seconds: float) -> Answer:
     # No proxy from the environment: a gateway on this host or network is asked directly.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

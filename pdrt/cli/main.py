@@ -24,6 +24,7 @@ Async prefill/decode disaggregation runtime for LLM serving.
   prefill   one prefill worker; it dials --gateway
   decode    one decode worker; it dials --gateway
   gateway   the OpenAI-compatible HTTP server that workers register with
+  drain     have a worker finish what it has and leave
   status    workers, rooms, leases and pages of a running gateway
   version   print the version
 
@@ -58,6 +59,7 @@ def _dispatch(arguments: list[str]) -> int:
         "prefill": _prefill,
         "decode": _decode,
         "gateway": _gateway,
+        "drain": _drain,
         "status": _status,
     }
     if command not in commands:
@@ -88,6 +90,12 @@ def _gateway(arguments: list[str]) -> int:
     from pdrt.cli.roles import run_gateway
 
     return run_gateway(arguments)
+
+
+def _drain(arguments: list[str]) -> int:
+    from pdrt.cli.drain import drain
+
+    return drain(arguments)
 
 
 def _status(arguments: list[str]) -> int:

@@ -1,7 +1,8 @@
 """Pure core of `pdrt up`: what children did and the time in, what to do about it out.
 
-A child that dies is restarted with a growing pause while the others keep serving; one that is
-refused by its own configuration is not. No process, clock or output here: `pdrt.cli.children`
+A child that dies is restarted with a growing pause while the others keep serving; one that was
+asked to leave (`pdrt drain`, SIGTERM) and did so is restarted at once, which makes a rolling
+restart; one that is refused by its own configuration is not. No process, clock or output here: `pdrt.cli.children`
 carries out the effects.
 """
 
@@ -32,14 +33,14 @@ class ChildState(Enum):
 _NEXT = {
     ChildState.HELD: {ChildState.STARTING, ChildState.ENDED},
     ChildState.STARTING: {ChildState.UP, ChildState.PAUSED, ChildState.ENDED},
-    ChildState.UP: {ChildState.PAUSED, ChildState.ENDED},
+    ChildState.UP: {ChildState.STARTING, ChildState.PAUSED, ChildState.ENDED},
     ChildState.PAUSED: {ChildState.STARTING, ChildState.ENDED},
     ChildState.ENDED: set(),
 }
 
 
 class Phase(Enum):
-    SERVING = "serving"  # a child that dies is restarted
+    SERVING = "serving"  # a child that ends is restarted
     STOPPING = "stopping"  # children were asked to end; killed at `kill_at`
     KILLING = "killing"  # children were killed; waits for their exits
     DONE = "done"  # every child has ended
@@ -128,6 +129,8 @@ class Supervisor:
         if self.phase is not Phase.SERVING:
             child.to(ChildState.ENDED)
             return self._finish_if_empty()
+        if child.state is ChildState.UP and code == 0:
+            return [Say(f"{name} left when asked; starting it anew"), self._begin(child, now)]
         if not child.was_up and code == EXIT_REFUSED:
             child.to(ChildState.ENDED)
             return self.give_up(f"{name} cannot start; its message is above", EXIT_REFUSED, now)

@@ -33,7 +33,7 @@ from pdrt.cli.roles import has_cuda
 from pdrt.cli.supervisor import Supervisor
 from pdrt.cli.terminal import Terminal
 from pdrt.cli.validate import parse_address, validate
-from pdrt.config import UpConfig
+from pdrt.config import ModelConfig, UpConfig
 from pdrt.errors import ConfigError
 from pdrt.model.resources import cpu_quota, parse_id_list
 
@@ -61,7 +61,7 @@ def up(arguments: Sequence[str]) -> int:
 def _deploy(config: UpConfig, terminal: Terminal) -> Deployment:
     """Who gets what of this machine."""
     shares = share_cores(_cpus(config), cpu_quota(), config.prefill_workers + config.decode_workers)
-    model = _resolve_model(config.model.model, terminal)
+    model = _resolve_model(config.model, terminal)
     deployment = deployment_of(config, model, shares, _gpus(config))
     for name, worker in deployment.workers.items():
         validate(worker, has_cuda=has_cuda())
@@ -181,7 +181,7 @@ def _banner(config: UpConfig, roles: Roles, age_seconds: float) -> str:
         f"curl -N {url}/v1/chat/completions \\\n"
         f"{key}  -H 'Content-Type: application/json' \\\n"
         f"  -d {shlex.quote(body)}\n\n"
-        f"pdrt status{other} shows workers, rooms and pages. Ctrl-C stops all.\n"
+        f"{command()} status{other} shows workers, rooms and pages. Ctrl-C stops all.\n"
     )
 
 
@@ -190,8 +190,20 @@ def reachable(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:")
 
 
-def _resolve_model(name: str, terminal: Terminal) -> Path:
-    """Once, before the roles start, so that they do not fetch it side by side."""
+def _resolve_model(config: ModelConfig, terminal: Terminal) -> Path:
+    """Once, before the roles start: they would fetch it side by side, and each would refuse by
+    itself what the model cannot do."""
     from pdrt.model.fetch import resolve_model
+    from pdrt.model.identity import check_length, read_identity
 
-    return resolve_model(name, terminal.say)
+    model = resolve_model(config.model, terminal.say, load_format=config.load_format)
+    check_length(read_identity(model, config.load_format), config.max_model_len)
+    return model
+
+
+def command() -> str:
+    """How a user calls `pdrt`: by the name that starts what runs here."""
+    checkout = Path(sys.prefix).parent
+    if Path(sys.prefix).name == ".venv" and (checkout / "run").exists():
+        return "./run" if Path.cwd() == checkout else str(checkout / "run")
+    return "pdrt"

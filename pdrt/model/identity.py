@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdrt.errors import ModelError
+from pdrt.errors import ConfigError, ModelError
 from pdrt.model.support import check_supported, longrope_limit
 
 TOKENIZER_FILES = (
@@ -77,6 +77,15 @@ def read_identity(directory: Path, load_format: Literal["auto", "dummy"] = "auto
 def base_digest(digest: str) -> str:
     """The digest without what a worker's own flags add: what a gateway compares with its own."""
     return digest.partition("+")[0]
+
+
+def check_length(identity: ModelIdentity, max_model_len: int | None) -> None:
+    """Raises ConfigError when `--max-model-len` is longer than the model's own, or not positive."""
+    if max_model_len is not None and not 1 <= max_model_len <= identity.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: {identity.name} takes 1 to "
+            f"{identity.max_model_len} tokens"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

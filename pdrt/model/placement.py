@@ -8,7 +8,7 @@ import torch
 from pdrt.config import DeviceConfig, ModelConfig
 from pdrt.errors import ConfigError
 from pdrt.kv.layout import KvLayout
-from pdrt.model.identity import ModelIdentity
+from pdrt.model.identity import ModelIdentity, check_length
 from pdrt.model.resources import parse_id_list
 
 CPU_POOL_BYTES = 2**30
@@ -54,12 +54,8 @@ def limit_identity(identity: ModelIdentity, model: ModelConfig) -> ModelIdentity
     Raises:
         ConfigError: `max_model_len` is longer than the model's own, or not positive.
     """
-    length = model.max_model_len
-    if length is not None and not 1 <= length <= identity.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {length}: {identity.name} takes 1 to {identity.max_model_len} tokens"
-        )
-    length = length or identity.max_model_len
+    check_length(identity, model.max_model_len)
+    length = model.max_model_len or identity.max_model_len
     variants = [] if model.quantization is None else [model.quantization]
     if identity.longrope_limit is not None and length > identity.longrope_limit:
         variants.append("longrope")

@@ -16,7 +16,7 @@ from pdrt.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", ["up", "prefill", "decode", "gateway", "status"])
+@pytest.mark.parametrize("command", ["up", "prefill", "decode", "gateway", "drain", "status"])
 def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
@@ -29,7 +29,7 @@ def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str])
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("up", "prefill", "decode", "gateway", "status", "version"):
+    for command in ("up", "prefill", "decode", "gateway", "drain", "status", "version"):
         assert f"\n  {command} " in text
 
 

@@ -61,6 +61,24 @@ def test_a_child_that_dies_is_restarted_alone_and_said() -> None:
     assert supervisor.deadline() is None
 
 
+def test_a_child_that_left_when_asked_starts_anew_at_once_and_has_not_failed() -> None:
+    supervisor = supervisor_up()
+    for now in (1.0, 2.0, 3.0, 4.0):
+        effects = supervisor.exited("decode-0", 0, now)
+        assert effects == [Say("decode-0 left when asked; starting it anew"), Start("decode-0")]
+        assert supervisor.state_of("decode-0") is ChildState.STARTING
+        assert supervisor.announced("decode-0", now) == []
+    assert die_and_restart(supervisor, 5.0) == 1.0
+
+
+def test_a_child_that_ends_before_it_was_up_has_failed_whatever_its_exit_code() -> None:
+    supervisor = supervisor_up()
+    supervisor.exited("decode-0", 0, 1.0)
+    assert supervisor.exited("decode-0", 0, 1.0) == [
+        Say("decode-0 ended (exit code 0); restarting in 1 s")
+    ]
+
+
 def test_a_restarted_gateway_does_not_start_the_workers_again() -> None:
     supervisor = supervisor_up()
     supervisor.exited("gateway", 1, 5.0)

@@ -159,6 +159,23 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
         )
 
 
+def test_a_length_that_the_model_does_not_have_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path, "--max-model-len", "129") as up:
+        assert up.wait() == 2
+        assert up.text() == "pdrt: --max-model-len 129: model takes 1 to 128 tokens\n"
+
+
+def test_a_worker_that_is_asked_to_leave_is_started_anew_at_once(tmp_path: Path) -> None:
+    with running(tmp_path) as up:
+        (first,) = up.pids("decode-0")
+        os.kill(first, signal.SIGTERM)
+        assert up.pids("decode-0", 2)[1] != first
+        assert "decode-0 left when asked; starting it anew" in up.text()
+        assert "restarting in" not in up.text()
+
+
 def test_each_worker_gets_its_cores_and_threads(tmp_path: Path) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     with running(tmp_path, "--cpus", str(cpus[0]), PDRT_THREADS="3") as up:

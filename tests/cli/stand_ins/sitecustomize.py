@@ -2,7 +2,7 @@
 `pdrt prefill|decode|gateway` run these instead. Python imports a sitecustomize at its start.
 
 The gateway answers /ready and /status; a worker connects to the gateway's worker port, so that
-readiness needs both. STAND_IN_FAIL names a role that refuses its configuration.
+readiness needs both. The model is a folder beside this file. STAND_IN_FAIL names a role that refuses its configuration.
 """
 
 import asyncio
@@ -51,6 +51,7 @@ async def _gateway(config, announce) -> int:
             "role": "gateway",
             "http": f"http://{config.host}:{http}",
             "workers": f"{config.worker_host}:{dial}",
+            "incarnation": "00000000000000aa",
         }
     )
     print(f"pid={os.getpid()} worker_port={dial}", flush=True)
@@ -64,7 +65,8 @@ async def _worker(role, config, announce) -> int:
     if os.environ.get("STAND_IN_FAIL") == role:
         raise ConfigError("--stand-in: refused")
     stop = _stop_event()
-    announce({"role": role, "endpoint": "tcp://127.0.0.1:1"})
+    incarnation = f"{os.getpid():016x}"
+    announce({"role": role, "endpoint": "tcp://127.0.0.1:1", "incarnation": incarnation})
     threads = os.environ.get("OMP_NUM_THREADS")
     print(f"pid={os.getpid()} cpus={config.device.cpus} threads={threads}", flush=True)
     host, port = config.gateway[0].split(":")
@@ -90,4 +92,7 @@ def _runner(role: str):
 _module("pdrt.gateway.server", run=lambda config, announce: asyncio.run(_gateway(config, announce)))
 _module("pdrt.prefill.worker", run=_runner("prefill"))
 _module("pdrt.decode.worker", run=_runner("decode"))
-_module("pdrt.model.fetch", resolve_model=lambda name, progress: Path("/model") / name)
+_module(
+    "pdrt.model.fetch",
+    resolve_model=lambda name, progress, load_format="auto": Path(__file__).parent / "model",
+)
