@@ -2,8 +2,8 @@
 
 A child that dies is restarted with a growing pause while the others keep serving; one that was
 asked to leave (`pdrt drain`, SIGTERM) and did so is restarted at once, which makes a rolling
-restart; one that is refused by its own configuration is not. No process, clock or output here: `pdrt.cli.children`
-carries out the effects.
+restart; one that is refused by its own configuration is not. No process, clock or output here:
+`pdrt.cli.children` carries out the effects.
 """
 
 from __future__ import annotations

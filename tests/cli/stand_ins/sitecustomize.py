@@ -2,7 +2,8 @@
 `pdrt prefill|decode|gateway` run these instead. Python imports a sitecustomize at its start.
 
 The gateway answers /ready and /status; a worker connects to the gateway's worker port, so that
-readiness needs both. The model is a folder beside this file. STAND_IN_FAIL names a role that refuses its configuration.
+readiness needs both. The model is a folder beside this file. STAND_IN_FAIL names a role that
+refuses its configuration.
 """
 
 import asyncio
