@@ -200,9 +200,12 @@ class Answer:
             failed: _Ending | None = None
             for stream in news:
                 choice = self._by_serial[stream.serial]
-                if choice.finished_by is None:
-                    failed = await self._advance(choice, stream, data) or failed
-                    running -= choice.finished_by is not None
+                if choice.finished_by is not None:
+                    continue
+                failed = await self._advance(choice, stream, data)
+                if failed is not None:
+                    break
+                running -= choice.finished_by is not None
             if data:
                 await emit(b"".join(data))
             if failed is not None:
@@ -252,7 +255,8 @@ class Answer:
             case FinishReason.UNAVAILABLE:
                 reasons = [] if stream.decodes else self._hub.readiness()[1]
                 detail = ": ".join([ended.detail, "; ".join(reasons)]).rstrip(": ")
-                return unavailable(which + detail)
+                seconds = self._hub.registry.retry_after_seconds(self._hub.clock())
+                return unavailable(which + detail, seconds)
             case _:
                 return ApiError(500, which + (ended.detail or "The request failed"), code="failed")
 

@@ -71,9 +71,9 @@ def context_length_exceeded(tokens: int | str, tokens_max: int, param: str) -> A
     )
 
 
-def unavailable(message: str) -> ApiError:
+def unavailable(message: str, retry_after_seconds: int = 1) -> ApiError:
     """503; the client may come back."""
-    return ApiError(503, message, code="unavailable", retry_after_seconds=1)
+    return ApiError(503, message, code="unavailable", retry_after_seconds=retry_after_seconds)
 
 
 def overloaded(message: str) -> ApiError:

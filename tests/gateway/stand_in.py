@@ -13,6 +13,7 @@ from pdrt.protocol.codec import Decoder, encode
 from pdrt.protocol.gateway_messages import (
     Cancel,
     Credit,
+    Drain,
     Finished,
     FinishReason,
     GatewayToWorker,
@@ -52,6 +53,7 @@ class StandIn:
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.credits: list[Credit] = []
+        self.drains: list[Drain] = []
         self.registered: list[Registered] = []
         self.report: Report | None = Report(self.worker, 0, b"", b'{"rooms": 0}')
         """What an `Inspect` is answered with."""
@@ -103,6 +105,8 @@ class StandIn:
                     self.finish(cancel.request, FinishReason.CANCELLED)
             case Credit() as credit:
                 self.credits.append(credit)
+            case Drain() as drain:
+                self.drains.append(drain)
             case Registered() as registered:
                 self.registered.append(registered)
             case Inspect(serial=serial):

@@ -84,6 +84,59 @@ def test_whoever_was_asleep_accuses_nobody(registry: Registry) -> None:
     assert tick_until(registry, 104.9, 105.2) == [9]
 
 
+def test_who_says_that_it_ends_is_lost_at_once(registry: Registry) -> None:
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(decode(9, pairs=(1,)), 0.0)
+    assert registry.on_gone(Incarnation(1), 0.1)
+    assert registry.workers[Incarnation(1)].state is WorkerState.LOST
+    assert registry.readiness() == (False, ["no prefill worker"])
+    reply = registry.on_register(decode(9, seq=2), 0.2)
+    assert reply is not None and reply.prefill_endpoints == ()
+    assert not registry.on_gone(Incarnation(1), 0.3)
+    assert not registry.on_gone(Incarnation(77), 0.3)
+    assert registry.stale == {"gone_unknown": 2}
+    assert tick_until(registry, 0.3, 4.0) == []
+
+
+def test_a_pair_that_is_lost_is_told_from_one_that_is_not_yet_made(registry: Registry) -> None:
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(decode(9, pairs=(1,)), 0.0)
+    registry.on_register(decode(9, seq=2), 0.1)
+    lost = "decode 0000000000000009 has lost prefill 0000000000000001"
+    assert registry.readiness() == (False, [lost])
+    registry.on_register(decode(9, seq=3), 0.2)
+    assert registry.readiness() == (False, [lost])
+    registry.on_register(prefill(1, seq=2, draining=True), 0.3)
+    assert registry.readiness() == (False, ["prefill 0000000000000001: draining"])
+    registry.on_register(prefill(2), 0.4)
+    registry.on_register(decode(9, seq=4, pairs=(2,)), 0.5)
+    assert registry.workers[Incarnation(9)].unpaired == frozenset()
+    assert registry.readiness() == (True, [])
+
+
+def test_clients_are_told_to_wait_about_as_long_as_nobody_could_serve(registry: Registry) -> None:
+    def after(now: float) -> int:
+        registry.on_tick(now)
+        return registry.retry_after_seconds(now)
+
+    assert (after(0.5), after(1.4), after(2.5 + 0.1), after(12.0)) == (1, 1, 3, 12)
+    assert after(1000.0) == registry_module.RETRY_SECONDS_MAX
+    registry.on_register(prefill(1), 1000.0)
+    registry.on_register(decode(9, pairs=(1,)), 1000.0)
+    assert after(1000.1) == 1
+    registry.on_gone(Incarnation(9), 1000.2)
+    assert (after(1000.3), after(1004.3)) == (1, 4)
+
+
+def test_workers_are_found_by_the_beginning_of_their_names(registry: Registry) -> None:
+    for worker in (0xAB00000000000001, 0xAC00000000000002):
+        registry.on_register(prefill(worker), 0.0)
+    assert len(registry.find("a")) == 2 and registry.find("b") == []
+    (found,) = registry.find("ac")
+    assert found.incarnation == 0xAC00000000000002
+    assert registry.find("ac00000000000002") == [found]
+
+
 def test_a_full_table_refuses_in_words_but_lost_workers_make_room(registry: Registry) -> None:
     for worker in range(1, 5):
         registry.on_register(prefill(worker), 0.0)

@@ -1,0 +1,134 @@
+"""Asking a worker to leave: until it obeys, over HTTP, and its last word."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdrt.config import ProtocolConfig
+from pdrt.gateway.drains import ASK_SECONDS_MAX, RESEND_SECONDS, Drains
+from pdrt.gateway.registry import Registry
+from pdrt.ids import Incarnation
+from pdrt.protocol.gateway_messages import Drain, Gone, Role
+from tests.gateway.conftest import Deployment, eventually
+from tests.gateway.stand_in import begins, says
+from tests.gateway.workers import DIGEST, GATEWAY, decode
+
+WORKER = Incarnation(9)
+ASKED = [Drain(WORKER, GATEWAY)]
+
+
+@pytest.fixture
+def registry() -> Registry:
+    made = Registry(GATEWAY, (DIGEST,), ProtocolConfig(), workers_max=4, now=0.0)
+    made.on_register(decode(WORKER), 0.0)
+    return made
+
+
+def test_it_is_asked_again_until_it_says_that_it_leaves(registry: Registry) -> None:
+    drains = Drains(GATEWAY, registry)
+    assert drains.ask(WORKER, 0.0) == ASKED
+    assert drains.on_tick(0.5 * RESEND_SECONDS) == []
+    assert drains.on_tick(RESEND_SECONDS) == ASKED
+    assert drains.on_tick(1.5 * RESEND_SECONDS) == []
+    assert drains.on_tick(2.0 * RESEND_SECONDS) == ASKED
+    registry.on_register(decode(WORKER, seq=2, draining=True), 2.1)
+    assert drains.on_tick(3.5) == []
+    assert drains.ask(WORKER, 3.6) == []
+    registry.on_register(decode(WORKER, seq=3), 4.0)  # it has forgotten nothing: it never obeyed
+    assert drains.on_tick(9.0) == []
+
+
+def test_a_lost_or_unknown_worker_is_asked_nothing(registry: Registry) -> None:
+    drains = Drains(GATEWAY, registry)
+    assert drains.ask(Incarnation(77), 0.0) == []
+    drains.ask(WORKER, 0.0)
+    registry.on_gone(WORKER, 0.5)
+    assert drains.on_tick(RESEND_SECONDS) == []
+    assert drains.ask(WORKER, 2.0) == []
+
+
+def test_who_never_obeys_is_given_up(registry: Registry) -> None:
+    drains = Drains(GATEWAY, registry)
+    drains.ask(WORKER, 0.0)
+    assert drains.on_tick(ASK_SECONDS_MAX - 0.1) == ASKED
+    assert drains.on_tick(ASK_SECONDS_MAX + 5.0) == []
+    assert drains.ask(WORKER, 100.0) == ASKED
+
+
+async def test_over_http_and_idempotent(deployment: Deployment) -> None:
+    _, worker = await deployment.pair()
+    for name in (worker.name, worker.name[:6], worker.name.upper()):
+        answer = await deployment.http.post(f"/workers/{name}/drain")
+        assert answer.status_code == 200
+        assert answer.json() == {"role": "decode", "worker": worker.name, "state": "live"}
+    await eventually(lambda: worker.drains, "the worker is asked")
+    worker.say(draining=True)
+
+    async def state() -> str:
+        return (await deployment.http.post(f"/workers/{worker.name}/drain")).json()["state"]
+
+    for _ in range(1000):
+        if await state() == "draining":
+            break
+    asked = len(worker.drains)
+    assert await state() == "draining" and len(worker.drains) == asked
+    # It takes nothing new.
+    answer = await deployment.http.post("/v1/completions", json={"model": "tiny", "prompt": [5]})
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+    assert not worker.submits
+
+
+async def test_what_cannot_be_asked(deployment: Deployment) -> None:
+    first, second = await deployment.pair()
+    unknown = "0" if "0" not in (first.name[0], second.name[0]) else "zz"
+    for name, status, word in (
+        (f"{unknown}123", 404, "begins with"),
+        ("..%2f..", 404, ""),
+        ("", 404, ""),
+    ):
+        answer = await deployment.http.post(f"/workers/{name}/drain")
+        assert answer.status_code == status and word in answer.json()["error"]["message"]
+    answer = await deployment.http.get(f"/workers/{first.name}/drain")
+    assert answer.status_code == 405
+    answer = await deployment.http.post(
+        f"/workers/{first.name}/drain", headers={"authorization": ""}
+    )
+    assert answer.status_code == 401
+    first.send(Gone(first.worker))
+    first.die()
+    for _ in range(1000):
+        answer = await deployment.http.post(f"/workers/{first.name}/drain")
+        if answer.status_code == 409:
+            break
+    assert "is lost already" in answer.json()["error"]["message"]
+
+
+async def test_a_name_that_may_be_several_is_refused(deployment: Deployment) -> None:
+    workers = [deployment.stand_in(Role.PREFILL) for _ in range(17)]  # two begin alike
+    for worker in workers:
+        await deployment.known(worker)
+    begins_so = [w.name[0] for w in workers]
+    (letter, *_) = [x for x in begins_so if begins_so.count(x) > 1]
+    answer = await deployment.http.post(f"/workers/{letter}/drain")
+    assert answer.status_code == 409
+    assert "may be any of: prefill " in answer.json()["error"]["message"]
+    assert not any(worker.drains for worker in workers)
+
+
+async def test_the_last_word_of_a_worker_moves_its_requests_at_once(
+    deployment: Deployment,
+) -> None:
+    output = deployment.ids("one two three four")
+    _, first = await deployment.pair()
+    first.on_submit = begins(first, output, 2)
+    task_text = deployment.client.completions.create(
+        model="tiny", prompt=[5], stream=True, temperature=0
+    )
+    events = await task_text
+    second = deployment.stand_in(Role.DECODE)
+    second.on_submit = says(second, output)
+    await deployment.known(second)
+    first.send(Gone(first.worker))
+    text = "".join([event.choices[0].text async for event in events])
+    assert text == deployment.tokenizer.decode(output)
+    assert [submit.output_token_ids for submit in second.submits] == [tuple(output[:2])]
