@@ -37,7 +37,7 @@ LARGE: list[tuple[Parse, bytes, str]] = [
     (parse_chat, filled(CHAT, b'{"role":"user","content":""}', b"]}"), "messages"),
     (parse_chat, filled(CONTENT, b'{"type":"text","text":""}', b"]}]}"), "messages"),
     (parse_chat, filled(CONTENT, b"[]", b"]}]}"), "messages[0].content[0]"),
-    (parse_chat, filled(CHAT[:-1] + b'[],"tools":[', b"[]", b"]}"), "tools"),
+    (parse_chat, filled(CHAT[:-1] + b'[],"tools":[', b"[]", b"]}"), "messages"),
     (parse_completion, filled(b'{"model":"tiny","prompt":[', b"1", b"]}"), "prompt"),
     (parse_completion, filled(b'{"model":"tiny","prompt":[', b"[]", b"]}"), "prompt"),
     (parse_completion, filled(b'{"model":"tiny","prompt":[[', b"[]", b"]]}"), "prompt"),
