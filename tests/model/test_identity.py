@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from pdrt.config import ModelConfig
 from pdrt.errors import ModelError
-from pdrt.model.identity import read_identity
+from pdrt.model.identity import base_digest, read_identity, read_served_identity
+from pdrt.model.placement import limit_identity
 from tests.model.conftest import TinyModel
 from tests.model.tiny import EOS_ID
 
@@ -53,6 +56,37 @@ def test_digest_covers_configuration_tokenizer_weights_and_format(directory: Pat
     weights.write_bytes(content)
     digests.append(read_identity(directory).digest)
     assert len(set(digests)) == len(digests)
+
+
+def test_a_gateway_knows_workers_with_weights_and_with_dummies(directory: Path) -> None:
+    identity, digests = read_served_identity(directory)
+    assert identity == read_identity(directory)
+    assert digests == (identity.digest, read_identity(directory, "dummy").digest)
+    (directory / "model.safetensors").unlink()
+    dummy, only = read_served_identity(directory)
+    assert dummy == read_identity(directory, "dummy")
+    assert only == digests[1:]
+
+
+def test_what_a_worker_does_to_the_model_follows_the_digest(directory: Path) -> None:
+    """Never paired with one that does not, and still of the gateway's model."""
+    identity = read_identity(directory)
+    plain = limit_identity(identity, ModelConfig())
+    assert plain.digest == identity.digest == base_digest(plain.digest)
+    quantized = limit_identity(identity, ModelConfig(quantization="int8"))
+    assert quantized.digest == f"{identity.digest}+int8"
+    assert base_digest(quantized.digest) == identity.digest
+    stretched = replace(identity, longrope_limit=256)
+    lengths = (None, 256, 257)
+    digests = [limit_identity(stretched, ModelConfig(max_model_len=n)).digest for n in lengths]
+    assert digests == [f"{identity.digest}{end}" for end in ("+longrope", "", "+longrope")]
+
+
+def test_pointers_of_git_lfs_are_told(directory: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (directory / "model.safetensors").write_text(pointer)
+    with pytest.raises(ModelError, match="git lfs pull"):
+        read_identity(directory)
 
 
 def test_generation_config_names_the_ends(directory: Path) -> None:
