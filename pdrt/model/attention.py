@@ -91,7 +91,13 @@ class ForwardContext:
         sampled = [index for index, row in enumerate(packed) if row.sampling is not None]
         self.sampled = [self.order[index] for index in sampled]
         """Index, in the caller's rows, of each row whose next token is drawn."""
-        self.logits_to_keep = self.to_device(ends[sampled] - 1)
+        scored = [index for index, row in enumerate(packed) if row.scored]
+        self.scored = [self.order[index] for index in scored]
+        """The same of each row with tokens to score."""
+        starts = ends - lengths
+        positions_scored = [starts[i] + np.arange(len(packed[i].scored)) for i in scored]
+        self.logits_to_keep = self.to_device(np.concatenate([ends[sampled] - 1, *positions_scored]))
+        """Tokens whose logits are wanted: of each sampled row, then of each scored token."""
         self._slots = self.to_device(self._storage_slots(packed, positions))
         self._layers_stored = 0
 

@@ -75,7 +75,10 @@ def validate_rows(rows: Sequence[Row], layout: KvLayout, pages: int, max_model_l
     for row in rows:
         assert len(row.token_ids) > 0, "a row feeds at least one token"
         assert row.start >= 0, "positions start at 0"
+        assert len(row.scored) <= len(row.token_ids), "a token is scored after one that is fed"
         assert row.end <= max_model_len, f"{row.end} tokens exceed the model's {max_model_len}"
+        if row.sampling is not None:
+            _validate_sampled(row, row.sampling)
         needed = layout.pages_for(row.end)
         assert len(row.pages) >= needed, f"{len(row.pages)} pages for {row.end} tokens"
         # Pages that are only read are checked by the gather itself; these are written to.
@@ -84,3 +87,11 @@ def validate_rows(rows: Sequence[Row], layout: KvLayout, pages: int, max_model_l
         assert len(set(touched)) == len(touched), "a page twice in one row"
         assert written.isdisjoint(touched), "two rows write into one page"
         written.update(touched)
+
+
+def _validate_sampled(row: Row, sampling: Sampling) -> None:
+    has_grammar = sampling.grammar is not None
+    assert (row.matcher is not None) == has_grammar, "a matcher exactly where there is a grammar"
+    if sampling.needs_history:
+        assert len(row.history) == row.end, f"{len(row.history)} of {row.end} tokens of history"
+        assert 0 <= row.output_tokens <= row.end, f"{row.output_tokens} of {row.end} are output"

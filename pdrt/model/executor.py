@@ -7,22 +7,26 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from pdrt.config import DeviceConfig, ModelConfig
 from pdrt.kv.pool import KvPool
+from pdrt.model.adjust import sampling_of
 from pdrt.model.attention import ForwardContext
 from pdrt.model.batch import Row, StepResult, validate_rows
 from pdrt.model.fetch import resolve_model
+from pdrt.model.grammar import Grammars
 from pdrt.model.identity import ModelIdentity, read_identity
 from pdrt.model.loader import LoadedModel, load_model
+from pdrt.model.logprobs import score
 from pdrt.model.placement import cuda_pool_bytes, limit_identity, pool_pages, select_device
 from pdrt.model.resources import ComputePlan, available_memory_bytes, cpu_quota, usable_cpus
 from pdrt.model.sampling import sample
 from pdrt.model.sdpa import SdpaBackend
-from pdrt.sampling import Sampling
+from pdrt.sampling import Sampling, TokenLogprobs
 
 
 class Executor:
@@ -34,6 +38,7 @@ class Executor:
         pool: the KV memory; which page belongs to whom is the caller's business.
         pages: pages in the pool.
         device: where it computes.
+        grammars: compiles what outputs must look like, on a thread of its own.
     """
 
     def __init__(
@@ -42,8 +47,10 @@ class Executor:
         pool: KvPool,
         identity: ModelIdentity,
         thread: ThreadPoolExecutor,
+        grammars: Grammars,
     ) -> None:
         self.identity = identity
+        self.grammars = grammars
         self.layout = pool.layout
         self.pool = pool
         self.pages = pool.pages
@@ -67,7 +74,7 @@ class Executor:
         """
         target = select_device(device)
         plan = usable_cpus(os.sched_getaffinity(0), cpu_quota(), device)
-        directory = resolve_model(model.model, progress)
+        directory = resolve_model(model.model, progress, load_format=model.load_format)
         identity = limit_identity(read_identity(directory, model.load_format), model)
         thread = ThreadPoolExecutor(1, "pdrt-compute", _prepare_thread, (plan,))
         try:
@@ -77,7 +84,8 @@ class Executor:
         except BaseException:
             thread.shutdown()
             raise
-        executor = cls(loaded, pool, identity, thread)
+        grammars = Grammars(directory, identity.vocab_size, identity.eos_token_ids)
+        executor = cls(loaded, pool, identity, thread, grammars)
         try:
             executor.step_blocking(_warm_up_rows(executor))
         except BaseException:
@@ -103,7 +111,8 @@ class Executor:
         return self._submit(rows).result()
 
     def close(self) -> None:
-        """Wait for a running step, end the compute thread, give the pool's memfd back."""
+        """Wait for a running step, end the threads, give the pool's memfd back."""
+        self.grammars.close()
         self._thread.shutdown()
         self.pool.close()
 
@@ -124,16 +133,13 @@ class Executor:
         with torch.inference_mode():
             context = ForwardContext(self.pool, rows, self._backend)
             logits = self.forward(context)
-            tokens: list[int | None] = [None] * len(rows)
-            drawn = self._sample(context, rows, logits)
-            for index, token in zip(context.sampled, drawn, strict=True):
-                tokens[index] = token
-        return StepResult(
-            tokens, time.perf_counter() - started, [None] * len(rows), [()] * len(rows)
-        )
+            count = len(context.sampled)
+            tokens, logprobs = self._sample(context, rows, logits[:count])
+            scores = _score_prompts(context, rows, logits[count:])
+        return StepResult(tokens, time.perf_counter() - started, logprobs, scores)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Logits (sampled rows, vocabulary) of a step. On the compute thread."""
+        """Logits (`logits_to_keep`, vocabulary) of a step. On the compute thread."""
         output = self._module(
             input_ids=context.token_ids[None],
             position_ids=context.positions[None],
@@ -147,22 +153,39 @@ class Executor:
 
     def _sample(
         self, context: ForwardContext, rows: Sequence[Row], logits: torch.Tensor
-    ) -> list[int]:
+    ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        tokens: list[int | None] = [None] * len(rows)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if not context.sampled:
-            return []
+            return tokens, logprobs
         sampled = [rows[index] for index in context.sampled]
-        return sample(
-            logits,
-            [_wanted(row) for row in sampled],
-            [row.end for row in sampled],
-            [row.output_tokens for row in sampled],
-            self.identity.eos_token_ids,
-        )
+        drawn = sample(logits, sampled, self.identity.eos_token_ids)
+        for index, token in zip(context.sampled, drawn, strict=True):
+            tokens[index] = token
+        tops = [sampling_of(row).logprobs for row in sampled]
+        asked = [(place, top) for place, top in enumerate(tops) if top is not None]
+        if asked:
+            places = [place for place, _ in asked]
+            told = score(logits[places], [drawn[p] for p in places], [top for _, top in asked])
+            for place, each in zip(places, told, strict=True):
+                logprobs[context.sampled[place]] = each
+        return tokens, logprobs
 
 
-def _wanted(row: Row) -> Sampling:
-    assert row.sampling is not None, "only rows that sample are sampled"
-    return row.sampling
+def _score_prompts(
+    context: ForwardContext, rows: Sequence[Row], logits: torch.Tensor
+) -> list[tuple[TokenLogprobs, ...]]:
+    """Per row, of its scored tokens, whose logits come row by row."""
+    scores: list[tuple[TokenLogprobs, ...]] = [()] * len(rows)
+    if not context.scored:
+        return scores
+    scored = [rows[index] for index in context.scored]
+    tokens = [token for row in scored for token in row.scored]
+    tops = [row.scored_top for row in scored for _ in row.scored]
+    told = iter(score(logits, tokens, tops))
+    for index, row in zip(context.scored, scored, strict=True):
+        scores[index] = tuple(islice(told, len(row.scored)))
+    return scores
 
 
 def _prepare_thread(plan: ComputePlan) -> None:

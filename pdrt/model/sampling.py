@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdrt.model.adjust import adjust, is_adjusted, sampling_of
+from pdrt.model.batch import Row
 from pdrt.sampling import Sampling
 
 CANDIDATES = 256
@@ -26,35 +28,37 @@ BLOCK = 256
 _MASK64 = (1 << 64) - 1
 
 
-def sample(
-    logits: Tensor,
-    samplings: Sequence[Sampling],
-    positions: Sequence[int],
-    output_counts: Sequence[int],
-    eos_ids: Collection[int],
-) -> list[int]:
+def sample(logits: Tensor, rows: Sequence[Row], eos_ids: Collection[int]) -> list[int]:
     """One token per row.
 
-    Temperature 0 takes the largest logit. Otherwise: temperature, then top-k, then top-p over
-    what is left, then min-p relative to the most likely token. Tokens that tie with the last one
-    a filter keeps are kept too.
+    Bias, penalties, `min_tokens` and grammar first (`adjust`). Then temperature 0 takes the largest
+    logit. Otherwise: temperature, then top-k, then top-p over what is left, then min-p relative to
+    the most likely token. Tokens that tie with the last one a filter keeps are kept too.
 
     Args:
-        logits: (rows, vocabulary), any float dtype.
-        positions: absolute position that each row's new token takes.
-        output_counts: output tokens that each row has already.
+        logits: (rows, vocabulary), any float dtype; not changed.
+        rows: all of them sample.
         eos_ids: masked, with the row's stop tokens, until `min_tokens` output tokens exist.
     """
-    logits = _mask_ends(logits, samplings, output_counts, eos_ids)
-    random_rows = [index for index, s in enumerate(samplings) if s.temperature > 0]
-    if not random_rows:
-        return [int(token) for token in logits.argmax(dim=-1).tolist()]
     tokens = logits.argmax(dim=-1)
-    chosen = [samplings[index] for index in random_rows]
-    draws = [uniform(samplings[index].seed, positions[index]) for index in random_rows]
-    rows = torch.tensor(random_rows, device=logits.device)
-    # A copy, on which `_draw` works in place: fresh memory costs more than the arithmetic.
-    tokens[rows] = _draw(logits[rows].float(), chosen, draws)
+    # Copies, worked on in place: fresh memory costs more than the arithmetic. Others are left
+    # alone, so that nobody's draw depends on what another row asks for.
+    adjusted = [index for index, row in enumerate(rows) if is_adjusted(row)]
+    changed: dict[int, Tensor] = {}
+    if adjusted:
+        own = logits[adjusted].float()
+        adjust(own, [rows[index] for index in adjusted], eos_ids)
+        tokens[adjusted] = own.argmax(dim=-1)
+        changed = dict(zip(adjusted, own, strict=True))
+    drawn = [index for index, row in enumerate(rows) if sampling_of(row).temperature > 0]
+    if drawn:
+        random = logits[drawn].float()
+        for place, index in enumerate(drawn):
+            if index in changed:
+                random[place] = changed[index]
+        samplings = [sampling_of(rows[index]) for index in drawn]
+        draws = [uniform(sampling_of(rows[index]).seed, rows[index].end) for index in drawn]
+        tokens[drawn] = _draw(random, samplings, draws)
     return [int(token) for token in tokens.tolist()]
 
 
@@ -70,28 +74,6 @@ def _splitmix64(state: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
-
-
-def _mask_ends(
-    logits: Tensor,
-    samplings: Sequence[Sampling],
-    output_counts: Sequence[int],
-    eos_ids: Collection[int],
-) -> Tensor:
-    """Logits without the tokens that would end a row before its `min_tokens`."""
-    vocabulary = logits.shape[-1]
-    rows: list[int] = []
-    columns: list[int] = []
-    for index, (sampling, count) in enumerate(zip(samplings, output_counts, strict=True)):
-        if count < sampling.min_tokens:
-            ends = {t for t in (*eos_ids, *sampling.stop_token_ids) if 0 <= t < vocabulary}
-            rows.extend([index] * len(ends))
-            columns.extend(sorted(ends))
-    if not rows:
-        return logits
-    masked = logits.clone()
-    masked[rows, columns] = float("-inf")
-    return masked
 
 
 def _draw(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[float]) -> Tensor:

@@ -47,6 +47,11 @@ class Tokenizer:
             if token.special
         }
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text: of the chat template, ends and the like."""
+        return frozenset(self._special_ids.values())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the tokens that begin (or end) every text of the model."""
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrt.model.batch import Row
 from pdrt.model.sampling import (
     CANDIDATES,
     MORE_CANDIDATES,
@@ -23,8 +24,19 @@ from pdrt.sampling import Sampling
 def draw(
     logits: torch.Tensor, samplings: list[Sampling], positions: list[int] | None = None
 ) -> list[int]:
-    rows = len(samplings)
-    return sample(logits, samplings, positions or [0] * rows, [0] * rows, ())
+    places = positions or [0] * len(samplings)
+    return sample(logits, [row_at(*each) for each in zip(samplings, places, strict=True)], ())
+
+
+def row_at(sampling: Sampling, position: int, output_tokens: int = 0) -> Row:
+    """A row whose new token takes `position`."""
+    return Row(
+        token_ids=[0],
+        start=position - 1,
+        pages=[0],
+        sampling=sampling,
+        output_tokens=output_tokens,
+    )
 
 
 def naive_filter(probabilities: list[float], sampling: Sampling) -> set[int]:
@@ -143,7 +155,8 @@ def test_seed_and_position_decide() -> None:
 def test_min_tokens_masks_every_end() -> None:
     logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]]).expand(3, -1)
     sampling = Sampling(max_tokens=9, min_tokens=2, temperature=0.0, stop_token_ids=(2, 999))
-    assert sample(logits, [sampling] * 3, [0, 0, 0], [0, 1, 2], (1,)) == [3, 3, 1]
+    rows = [row_at(sampling, 5, count) for count in (0, 1, 2)]
+    assert sample(logits, rows, (1,)) == [3, 3, 1]
     assert logits[0].tolist() == [0.0, 9.0, 8.0, 1.0], "the caller's logits stay as they are"
 
 
