@@ -26,6 +26,8 @@ Async prefill/decode disaggregation runtime for LLM serving.
   gateway   the OpenAI-compatible HTTP server that workers register with
   drain     have a worker finish what it has and leave
   status    workers, rooms, leases and pages of a running gateway
+  bench     latency, throughput and goodput of this or any OpenAI-compatible endpoint
+  doctor    what this machine lacks, and what to do about it
   version   print the version
 
 `pdrt COMMAND --help` lists the flags of a command.
@@ -61,6 +63,8 @@ def _dispatch(arguments: list[str]) -> int:
         "gateway": _gateway,
         "drain": _drain,
         "status": _status,
+        "bench": _bench,
+        "doctor": _doctor,
     }
     if command not in commands:
         hint = nearest(command, [*commands, "version"]) or "; see pdrt --help"
@@ -102,3 +106,15 @@ def _status(arguments: list[str]) -> int:
     from pdrt.cli.status import status
 
     return status(arguments)
+
+
+def _bench(arguments: list[str]) -> int:
+    from pdrt.cli.bench.command import bench
+
+    return bench(arguments)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from pdrt.cli.doctor.command import doctor
+
+    return doctor(arguments)

@@ -1,28 +1,31 @@
-"""`pdrt status`: the gateway's `/status` as tables.
-
-The document is read leniently: a field that an older or newer gateway lacks shows as a dash.
-"""
+"""`pdrt status`: the gateway's `/status` as tables, once or again and again."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.text import Text
 
-from pdrt.cli.flags import KNOWN_KEYS, Parser
-from pdrt.cli.http import get_json
-from pdrt.cli.load import layer_from_environment
-from pdrt.errors import PdrtError
+from pdrt.cli.client import EPILOG, Gateway, add_address_flags
+from pdrt.cli.flags import Parser
+from pdrt.cli.status_rates import rates
+from pdrt.cli.status_tables import render
+from pdrt.errors import ConfigError, PdrtError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-OWNERS = ("free", "sequence", "cache", "lease", "room")
-ROWS_MAX = 50  # of one table; the rest is counted
+WATCH_SECONDS = 2.0
+WATCH_SECONDS_MIN = 0.2
+"""Each look asks every worker."""
+WATCH_ROWS_MAX = 12
+"""Of one table of the live view, which has one screen."""
+PIPE_WIDTH = 160
+"""Columns where there is no terminal to fit."""
 
 Record = Mapping[str, Any]
 
@@ -30,195 +33,103 @@ Record = Mapping[str, Any]
 def status(arguments: Sequence[str]) -> int:
     """0 if the deployment is ready, 1 if it is not."""
     flags = _parser().parse(arguments)
-    layer_from_environment({}, KNOWN_KEYS, os.environ)  # refuses misspelt variables
-    url = (flags["url"] or os.environ.get("PDRT_URL") or DEFAULT_URL).rstrip("/")
-    document = _fetch(url, flags["api_key"] or os.environ.get("PDRT_API_KEY") or None)
+    gateway = Gateway(flags)
+    if flags["watch"] is not None:
+        return _watch(gateway.status, _seconds(flags["watch"]), flags["json"])
+    document = gateway.status()
     if flags["json"]:
         print(json.dumps(document, indent=2))
     else:
-        render(document, Console())
+        _console().print(render(document, rates(document)))
     return 0 if document.get("ready") else 1
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="pdrt status",
-        description="Workers, rooms, leases and pages of a running gateway. Exit code 0 if it is "
-        "ready to serve, 1 if not, 2 if it does not answer.",
-        epilog="PDRT_URL and PDRT_API_KEY in the environment stand in for the flags.",
+        description="Workers, rooms, leases, pages and speed of a running gateway. Exit code 0 if "
+        "it is ready to serve, 1 if not, 2 if it does not answer.",
+        epilog=EPILOG,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--url", metavar="TEXT", help=f"the gateway (default: {DEFAULT_URL})")
-    parser.add_argument("--api-key", metavar="TEXT", help="sent as a bearer token")
+    add_address_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the document as it came")
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        nargs="?",
+        const=str(WATCH_SECONDS),
+        help=f"look again every so many seconds ({WATCH_SECONDS:.0f} if not given), until Ctrl-C; "
+        "on a terminal in place, with --json a line each time",
+    )
     return parser
 
 
-def _fetch(url: str, api_key: str | None) -> Record:
-    if not url.startswith(("http://", "https://")):
-        raise PdrtError(f"--url {url} is not an http:// or https:// address")
+def _seconds(text: str) -> float:
     try:
-        answer = get_json(f"{url}/status", api_key, timeout_seconds=10.0)
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        raise PdrtError(
-            f"nothing answers at {url} ({reason}); start it with `pdrt up`, or name it with --url"
-        ) from error
-    if answer.status in (401, 403):
-        raise PdrtError(f"{url} wants an API key; give it with --api-key or PDRT_API_KEY")
-    if answer.status != 200 or not isinstance(answer.body, dict):
-        raise PdrtError(f"{url}/status answered {answer.status}: is this a pdrt gateway?")
-    return answer.body
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not WATCH_SECONDS_MIN <= seconds <= 3600:
+        raise ConfigError(f"--watch {text!r}: seconds from {WATCH_SECONDS_MIN} to 3600")
+    return seconds
 
 
-def render(document: Record, console: Console) -> None:
-    """Tables on the console; empty ones are left out."""
-    ready = bool(document.get("ready"))
-    console.print(Text("ready" if ready else "not ready", style="green" if ready else "red bold"))
-    for reason in _items(document, "reasons"):
-        console.print(Text(f"  {reason}"))
-    gateway = _record(document, "gateway")
-    facts = [f"{key} {_short(key, value)}" for key, value in gateway.items()]
-    console.print(Text("gateway  " + "  ".join(facts) if facts else "gateway"))
-    workers = [worker for worker in _items(document, "workers") if isinstance(worker, Mapping)]
-    if not workers:
-        console.print("no workers: start some with `pdrt prefill` and `pdrt decode`")
-        return
-    for table in (
-        _workers_table(workers),
-        _pages_table(workers),
-        _pairs_table(workers),
-        _rooms_table(workers),
-        _leases_table(workers),
-        _quarantine_table(workers),
-    ):
-        if table.row_count:
-            console.print(table)
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
-def _workers_table(workers: Sequence[Record]) -> Table:
-    table = _table(
-        "workers", "role", "worker", "endpoint", "state", "running", "queued", "rooms", "leases", ""
-    )
-    for worker in workers:
-        load = _record(worker, "status")
-        state = _text(worker.get("state"))
-        table.add_row(
-            _text(worker.get("role")),
-            _identity(worker),
-            _text(worker.get("endpoint")),
-            Text(state, style="green" if state == "live" else "red"),
-            _text(load.get("running")),
-            _text(load.get("queued")),
-            _text(_count(load, "rooms") if worker.get("role") == "prefill" else None),
-            _text(_count(load, "leases") if worker.get("role") == "decode" else None),
-            Text("; ".join(_text(reason) for reason in _items(worker, "reasons")), style="red"),
-        )
-    return table
+def _watch(fetch: Callable[[], Record], seconds: float, is_json: bool) -> int:
+    """Until Ctrl-C. A gateway that is away is waited for, once it has been seen."""
+    view = View(fetch(), time.monotonic())
+    console = _console()
+    try:
+        if is_json:
+            while True:
+                print(json.dumps(view.line()), flush=True)
+                time.sleep(seconds)
+                view.look(fetch, time.monotonic())
+        if not console.is_terminal:
+            while True:
+                console.print(view.shown(), Text())
+                time.sleep(seconds)
+                view.look(fetch, time.monotonic())
+        with Live(view.shown(), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(seconds)
+                view.look(fetch, time.monotonic())
+                live.update(view.shown(), refresh=True)
+    except KeyboardInterrupt:
+        return 0 if view.document.get("ready") else 1
 
 
-def _pages_table(workers: Sequence[Record]) -> Table:
-    table = _table("pages by owner", "worker", *OWNERS, "quarantined", "total", right=True)
-    for worker in workers:
-        load = _record(worker, "status")
-        pages = _record(load, "pages")
-        if not pages:
-            continue
-        held = _text(load.get("quarantined_pages"))
-        table.add_row(
-            _identity(worker),
-            *(_text(pages.get(owner)) for owner in OWNERS),
-            Text(held, style="" if held in ("0", "-") else "yellow"),
-            _text(load.get("pages_total")),
-        )
-    return table
+class View:
+    """The newest document, and the one before it."""
 
+    def __init__(self, document: Record, now: float) -> None:
+        self.document = document
+        self._rates = rates(document)
+        self._seen_at = now
+        self._trouble: str | None = None
 
-def _pairs_table(workers: Sequence[Record]) -> Table:
-    """Each decode worker with the prefill workers that write into it."""
-    table = _table("pairs", "decode", "prefill", "endpoint", "generation", "state", "")
-    for worker, writer in _entries(workers, "writers"):
-        table.add_row(
-            _identity(worker),
-            _identity(writer),
-            _text(writer.get("endpoint")),
-            _text(writer.get("generation")),
-            _text(writer.get("state")),
-            Text(_text(writer.get("refusal") or ""), style="red"),
-        )
-    return table
+    def look(self, fetch: Callable[[], Record], now: float) -> None:
+        """Fetch again; what goes wrong is shown over what was seen last."""
+        try:
+            document = fetch()
+        except PdrtError as error:
+            self._trouble = str(error)
+            return
+        self._rates = rates(document, self.document, now - self._seen_at)
+        self.document, self._seen_at, self._trouble = document, now, None
 
+    def line(self) -> Record:
+        """The newest document, or why there is none."""
+        return self.document if self._trouble is None else {"error": self._trouble}
 
-def _rooms_table(workers: Sequence[Record]) -> Table:
-    table = _table("rooms", "worker", "room", "state", "age", "pages")
-    for worker, room in _entries(workers, "rooms"):
-        table.add_row(_identity(worker), *_room_cells(room))
-    return table
-
-
-def _leases_table(workers: Sequence[Record]) -> Table:
-    table = _table("leases", "worker", "room", "state", "age", "pages", "reason")
-    for worker, lease in _entries(workers, "leases"):
-        table.add_row(_identity(worker), *_room_cells(lease), _text(lease.get("reason")))
-    return table
-
-
-def _quarantine_table(workers: Sequence[Record]) -> Table:
-    table = _table("quarantine", "worker", "room", "state", "age", "pages", "reason")
-    for worker, lease in _entries(workers, "quarantine"):
-        table.add_row(_identity(worker), *_room_cells(lease), _text(lease.get("reason")))
-    return table
-
-
-def _room_cells(room: Record) -> tuple[str, str, str, str]:
-    age = room.get("age_seconds")
-    shown = f"{age:.1f} s" if isinstance(age, int | float) else "-"
-    return _text(room.get("room")), _text(room.get("state")), shown, _text(room.get("pages"))
-
-
-def _table(title: str, *columns: str, right: bool = False) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        numeric = right and column != "worker"
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-    return table
-
-
-def _entries(workers: Sequence[Record], key: str) -> list[tuple[Record, Record]]:
-    """(worker, entry) of every worker's list `key`, bounded; a bare value is an entry's room."""
-    found: list[tuple[Record, Record]] = []
-    for worker in workers:
-        for entry in _items(_record(worker, "status"), key):
-            found.append((worker, entry if isinstance(entry, Mapping) else {"room": entry}))
-    if len(found) > ROWS_MAX:
-        found[ROWS_MAX:] = [({}, {"room": f"and {len(found) - ROWS_MAX} more"})]
-    return found
-
-
-def _count(load: Record, key: str) -> Any:
-    """How many there are; the list itself may be cut."""
-    total = load.get(f"{key}_total")
-    return len(_items(load, key)) if total is None and key in load else total
-
-
-def _record(document: Record, key: str) -> Record:
-    value = document.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _items(document: Record, key: str) -> list[Any]:
-    value = document.get(key)
-    return value if isinstance(value, list) else []
-
-
-def _identity(worker: Record) -> str:
-    return _text(worker.get("worker"))[:8]
-
-
-def _short(key: str, value: Any) -> str:
-    return _text(value)[:8] if key in ("incarnation", "digest") else _text(value)
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else str(value)
+    def shown(self) -> RenderableType:
+        body = render(self.document, self._rates, WATCH_ROWS_MAX)
+        if self._trouble is None:
+            return body
+        return Group(Text(self._trouble, style="red bold"), body)

@@ -121,16 +121,24 @@ def pages_bar(pages: Record, quarantined: Any, width: int = BAR_WIDTH) -> Text:
     held = min(held, sizes["lease"])
     sizes["lease"] -= held
     shares = [(QUARANTINED, held), *((OWNERS[owner], n) for owner, n in sizes.items())]
-    total = sum(n for _, n in shares)
-    bar, seen, drawn = Text(), 0, 0
-    for (character, style), count in shares:
-        seen += count
-        # The last share ends where the bar does.
-        cells = max(int(count > 0), round(width * seen / total) - drawn if total else 0)
-        cells = max(0, min(cells, width - drawn))
+    bar = Text()
+    for ((character, style), _), cells in zip(
+        shares, _cells([n for _, n in shares], width), strict=True
+    ):
         bar.append(character * cells, style=style)
-        drawn += cells
     return bar
+
+
+def _cells(counts: Sequence[int], width: int) -> list[int]:
+    """`width` shared out: one for whatever is not 0, the rest in proportion, what rounding leaves
+    to the largest."""
+    total = sum(counts)
+    if not total:
+        return [0] * len(counts)
+    spare = width - sum(count > 0 for count in counts)
+    cells = [int(count > 0) + spare * count // total for count in counts]
+    cells[counts.index(max(counts))] += width - sum(cells)
+    return cells
 
 
 def _pairs_table(workers: Sequence[Record], rows_max: int) -> Table:

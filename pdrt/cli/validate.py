@@ -17,6 +17,7 @@ from pdrt.config import (
 )
 from pdrt.errors import ConfigError
 from pdrt.model.resources import parse_id_list
+from pdrt.observe.tracing import check_tracing
 
 _HOST = r"[^:\[\]/\s]+"
 
@@ -26,6 +27,7 @@ def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool)
     for option in options_of(type(config)).values():
         convert(option, Given(value_of(config, option), option.flag, False))
     _check_protocol(config.protocol)
+    check_tracing(config.observe.otlp_endpoint)
     _check_host("--host", config.host)
     match config:
         case GatewayConfig():

@@ -29,7 +29,17 @@ def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str])
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("up", "prefill", "decode", "gateway", "drain", "status", "version"):
+    for command in (
+        "up",
+        "prefill",
+        "decode",
+        "gateway",
+        "drain",
+        "status",
+        "bench",
+        "doctor",
+        "version",
+    ):
         assert f"\n  {command} " in text
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 
 from pdrt.cli.flags import parse_request
 from pdrt.cli.ports import check_port
 from pdrt.cli.validate import parse_address, validate
-from pdrt.config import GatewayConfig, ModelConfig, UpConfig, WorkerConfig
+from pdrt.config import GatewayConfig, ModelConfig, ObserveConfig, UpConfig, WorkerConfig
 from pdrt.errors import ConfigError
 from pdrt.gateway.server import bind_http
 
@@ -104,3 +105,12 @@ def test_a_name_of_this_host_is_bound_by_its_ipv4_address() -> None:
     with bind_http("localhost", 0) as listener:
         assert listener.family is socket.AF_INET
     check_port("--port", "localhost", 0)
+
+
+@pytest.mark.parametrize("config", [UpConfig(), GatewayConfig(), WorkerConfig()])
+def test_a_collector_that_is_none_is_refused_before_anything_starts(
+    config: UpConfig | GatewayConfig | WorkerConfig,
+) -> None:
+    observe = ObserveConfig(otlp_endpoint="localhost:4318")
+    with pytest.raises(ConfigError, match="--otlp-endpoint"):
+        validate(msgspec.structs.replace(config, observe=observe), has_cuda=False)
