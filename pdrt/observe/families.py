@@ -119,10 +119,15 @@ RECOMPUTED = _counter(
     "pdrt_recomputed_prompt_tokens", "Prompt tokens computed again for a request that moved"
 )
 PREEMPTIONS = _counter("pdrt_preemptions", "Decode: sequences preempted for pages")
-PREFIX_CACHE = _counter(
+PREFIX_CACHE_PAGES = _counter(
     "pdrt_prefix_cache_pages",
-    "Prefix cache: pages by what became of them: hit, missed, inserted, duplicate, evicted",
+    "Prefix cache: pages by what became of them: inserted, duplicate (of these), evicted",
     "event",
+)
+PREFIX_CACHE_TOKENS = _counter(
+    "pdrt_prefix_cache_tokens",
+    "Prefix cache: prompt tokens of rooms by what a look-up gave: hit, missed, bypassed",
+    "result",
 )
 TRANSFERRED = _counter(
     "pdrt_transfer_bytes",

@@ -148,9 +148,13 @@ class Metrics:
     def count_preemption(self) -> None:
         self._store.add(f.PREEMPTIONS, 1)
 
-    def count_prefix_cache(self, event: str, pages: int) -> None:
+    def count_prefix_cache_pages(self, event: str, pages: int) -> None:
         """`event`: a key of `PrefixCache.counts`."""
-        self._store.add(f.PREFIX_CACHE, pages, event)
+        self._store.add(f.PREFIX_CACHE_PAGES, pages, event)
+
+    def count_prefix_cache_tokens(self, result: str, tokens: int) -> None:
+        """`result`: a key of `PrefixCache.tokens`."""
+        self._store.add(f.PREFIX_CACHE_TOKENS, tokens, result)
 
     # All of it
 
