@@ -5,29 +5,45 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pdrt.config import GatewayConfig
 from pdrt.gateway.admission import Admission
 from pdrt.gateway.completions import Completions
+from pdrt.gateway.compression import Compression
 from pdrt.gateway.errors import ApiError
-from pdrt.gateway.http import ApiKey, RequestIds, on_api_error, on_bug, on_http_error
+from pdrt.gateway.http import (
+    OPEN_PATHS,
+    ApiKey,
+    RequestIds,
+    on_api_error,
+    on_bug,
+    on_http_error,
+)
 from pdrt.gateway.hub import Hub
+from pdrt.gateway.openapi import openapi
 from pdrt.gateway.operations import Operations
 from pdrt.gateway.served_model import ServedModel
+from pdrt.gateway.tokenization import Tokenization
 
 
 def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
     """Everything a client can reach."""
     admission = Admission(hub, model.identity, config)
     completions = Completions(hub, model, admission, config)
-    operations = Operations(hub, model)
+    tokenization = Tokenization(model, admission, config)
+    operations = Operations(hub, model, openapi(bool(config.api.api_key), OPEN_PATHS))
     routes = [
         Route("/v1/chat/completions", completions.chat, methods=["POST"]),
         Route("/v1/completions", completions.completion, methods=["POST"]),
+        Route("/tokenize", tokenization.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenization.detokenize, methods=["POST"]),
         Route("/v1/models", operations.models),
         Route("/v1/models/{model:path}", operations.model),
+        Route("/version", operations.version),
+        Route("/openapi.json", operations.openapi),
         Route("/health", operations.health),
         Route("/ready", operations.ready),
         Route("/metrics", operations.metrics),
@@ -44,4 +60,17 @@ def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
             Exception: on_bug,
         },
     )
-    return RequestIds(app)
+    # Outside of the keys: browsers ask beforehand, and send none then.
+    return RequestIds(_with_cors(Compression(app), config.api.cors_origin))
+
+
+def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-pdrt-decode", "x-pdrt-prefill", "retry-after"],
+    )

@@ -19,6 +19,8 @@ from pdrt.gateway.chat.output import OutputParser
 from pdrt.gateway.logprobs import LogprobsFormat, Scored, TokenNames, prompt_logprobs
 from pdrt.gateway.responses import ChunkUsage, Head, Piece, PromptShown, encoder, event
 from pdrt.gateway.schema.answers import (
+    CalledFunction,
+    CalledFunctionDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -26,8 +28,6 @@ from pdrt.gateway.schema.answers import (
     ChatLogprobs,
     ChatMessage,
     FinishedBy,
-    FunctionCall,
-    FunctionCallDelta,
     ToolCall,
     ToolCallDelta,
 )
@@ -181,10 +181,10 @@ def _chat_delta(delta: Delta) -> ChatDelta:
         case Reasoning(text):
             return ChatDelta(reasoning_content=text)
         case ToolCallStart(index, id, name):
-            call = ToolCallDelta(index, FunctionCallDelta("", name), id, "function")
+            call = ToolCallDelta(index, CalledFunctionDelta("", name), id, "function")
             return ChatDelta(tool_calls=[call])
         case ToolCallArguments(index, json_text):
-            return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionCallDelta(json_text))])
+            return ChatDelta(tool_calls=[ToolCallDelta(index, CalledFunctionDelta(json_text))])
 
 
 def _message(deltas: Sequence[Delta], shows_reasoning: bool) -> ChatMessage:
@@ -198,7 +198,7 @@ def _message(deltas: Sequence[Delta], shows_reasoning: bool) -> ChatMessage:
                 for d in deltas
                 if isinstance(d, ToolCallArguments) and d.index == start.index
             )
-            calls.append(ToolCall(start.id, "function", FunctionCall(start.name, arguments)))
+            calls.append(ToolCall(start.id, "function", CalledFunction(start.name, arguments)))
     return ChatMessage(
         "assistant",
         content if content or not calls else None,

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdrt.gateway.compression import too_large, unpack
 from pdrt.gateway.errors import ApiError
 
 log = logging.getLogger("pdrt.gateway")
@@ -34,29 +35,30 @@ class JsonResponse(Response):
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The whole body.
+    """The whole body, unpacked.
 
     Raises:
-        ApiError: 413 when it is larger than `bytes_max`, 408 when it does not arrive, 400 when
-            the client closed before its end.
+        ApiError: 413 when it is larger than `bytes_max`, packed or not, 408 when it does not
+            arrive, 400 when the client closed before its end or it cannot be unpacked, 415 when
+            nobody here can.
     """
-    too_large = ApiError(413, f"The body is larger than {bytes_max} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     # Told beforehand, nothing needs to be read; the server has already refused what is no number.
     if length.isdecimal() and len(length) < 20 and int(length) > bytes_max:
-        raise too_large
+        raise too_large(bytes_max)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS_MAX):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > bytes_max:
-                    raise too_large
+                    raise too_large(bytes_max)
     except TimeoutError:
         raise ApiError(408, "The body did not arrive in time") from None
     except ClientDisconnect:
         raise ApiError(400, "The client closed before the end of its body") from None
-    return bytes(body)
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    return unpack(bytes(body), encoding, bytes_max)
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:

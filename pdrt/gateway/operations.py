@@ -15,6 +15,7 @@ from pdrt.gateway.exposition import merge
 from pdrt.gateway.http import JsonResponse
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.registry import Worker, WorkerState
+from pdrt.gateway.schema.answers import VersionAnswer
 from pdrt.gateway.served_model import ServedModel
 from pdrt.ids import short
 from pdrt.protocol.gateway_messages import Report
@@ -31,7 +32,8 @@ CHECK_SECONDS_MAX = 5.0
 class Operations:
     """Everything but completions."""
 
-    def __init__(self, hub: Hub, model: ServedModel) -> None:
+    def __init__(self, hub: Hub, model: ServedModel, openapi: bytes) -> None:
+        self._openapi = openapi
         self._hub = hub
         self._model = model
         self._started = int(time.time())
@@ -56,6 +58,13 @@ class Operations:
             "owned_by": "pdrt",
             "max_model_len": own if limit is None else min(own, limit),
         }
+
+    async def version(self, request: Request) -> Response:
+        return JsonResponse(VersionAnswer(__version__))
+
+    async def openapi(self, request: Request) -> Response:
+        """What this API takes and gives."""
+        return JsonResponse(self._openapi)
 
     async def health(self, request: Request) -> Response:
         """This process is alive."""

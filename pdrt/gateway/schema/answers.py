@@ -82,7 +82,7 @@ class ChatLogprobs(Struct, frozen=True):
     refusal: None = None
 
 
-class FunctionCall(Struct, frozen=True):
+class CalledFunction(Struct, frozen=True):
     name: str
     arguments: str
 
@@ -90,7 +90,7 @@ class FunctionCall(Struct, frozen=True):
 class ToolCall(Struct, frozen=True):
     id: str
     type: Literal["function"]
-    function: FunctionCall
+    function: CalledFunction
 
 
 class ChatMessage(Struct, frozen=True):
@@ -120,14 +120,14 @@ class ChatCompletion(Struct, frozen=True):
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-class FunctionCallDelta(Struct, frozen=True):
+class CalledFunctionDelta(Struct, frozen=True):
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct, frozen=True):
     index: int
-    function: FunctionCallDelta
+    function: CalledFunctionDelta
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
 
@@ -168,6 +168,16 @@ class TokenizeAnswer(Struct, frozen=True):
 
 class DetokenizeAnswer(Struct, frozen=True):
     prompt: str
+
+
+class HealthAnswer(Struct, frozen=True):
+    status: Literal["ok"]
+
+
+class ReadyAnswer(Struct, frozen=True):
+    ready: bool
+    reasons: list[str]
+    """Why not, in words."""
 
 
 class VersionAnswer(Struct, frozen=True):
