@@ -7,7 +7,7 @@ dearly.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +21,10 @@ CHOICES_MAX = 1024
 """Alternatives of a `choice`; each is one in the grammar."""
 
 NULL = msgspec.Raw(b"null")
-"""The default of undecoded fields; see `given`. (`Raw | None` would accept null alone.)"""
+"""The value of undecoded fields that are not given; see `given`. (`Raw | None` would accept null
+alone.)"""
+OMITTED: Any = msgspec.field(default_factory=lambda: NULL)
+"""Their default. (As a plain one it could not be described as JSON schema.)"""
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 CallId = Annotated[str, Meta(min_length=1, max_length=ID_CHARACTERS_MAX)]
@@ -70,7 +73,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class Function(msgspec.Struct, forbid_unknown_fields=True):
     name: Name
     description: str | None = None
-    parameters: msgspec.Raw = NULL
+    parameters: msgspec.Raw = OMITTED
     """A JSON schema of an object; none means that there are no arguments."""
     strict: bool | None = None
 
@@ -96,7 +99,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     """`response_format.json_schema`. `strict` or not, the answer obeys the schema."""
 
     name: Name
-    schema: msgspec.Raw = NULL
+    schema: msgspec.Raw = OMITTED
     description: str | None = None
     strict: bool | None = None
 
@@ -124,7 +127,7 @@ class TagStructure(msgspec.Struct, forbid_unknown_fields=True):
 class StructuralTagFormat(msgspec.Struct, forbid_unknown_fields=True, tag="structural_tag"):
     """vLLM's: xgrammar's `format`, or the older `structures` with `triggers`."""
 
-    format: msgspec.Raw = NULL
+    format: msgspec.Raw = OMITTED
     structures: list[TagStructure] | None = None
     triggers: list[str] | None = None
 
@@ -135,14 +138,14 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`; exactly one may be given."""
 
-    json: msgspec.Raw = NULL
+    json: msgspec.Raw = OMITTED
     """A JSON schema, or a string that holds one."""
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     """GBNF-like, starting with `root`."""
     json_object: bool | None = None
-    structural_tag: msgspec.Raw = NULL
+    structural_tag: msgspec.Raw = OMITTED
     """A structural tag, or a string that holds one."""
 
 
@@ -162,7 +165,7 @@ class FormatFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw = NULL
+    guided_json: msgspec.Raw = OMITTED
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pdrt.gateway.chat.bodies import FormatFields, Message, Tool, ToolChoice
+from pdrt.gateway.chat.bodies import OMITTED, FormatFields, Message, Tool, ToolChoice
 from pdrt.gateway.schema.bounds import CACHE_SALT_CHARACTERS_MAX
 
 Count = Annotated[int, Meta(ge=0)]
@@ -111,7 +111,7 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: msgspec.Raw | None = None
+    chat_template_kwargs: msgspec.Raw = OMITTED
     """An object: variables of the chat template, `enable_thinking` for one."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -153,7 +153,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """By default those of a prompt are added; a chat template writes its own."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: msgspec.Raw | None = None
+    chat_template_kwargs: msgspec.Raw = OMITTED
     return_token_strs: bool | None = None
 
 

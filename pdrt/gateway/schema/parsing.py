@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdrt.gateway.chat.bodies import Message
+from pdrt.gateway.chat.bodies import Message, given
 from pdrt.gateway.chat.formats import response_grammar
 from pdrt.gateway.chat.messages import template_kwargs, template_messages
 from pdrt.gateway.errors import context_length_exceeded, invalid
@@ -151,13 +151,12 @@ def _chat_prompt(body: ChatBody | TokenizeBody, limits: Limits) -> ChatPrompt:
     if continues and generates:
         message = "'continue_final_message' and 'add_generation_prompt' exclude each other"
         raise invalid(message, "continue_final_message")
-    raw = body.chat_template_kwargs
     return ChatPrompt(
         messages=template_messages(body.messages),
         tools=tuple(body.tools or ()),
         tool_choice=body.tool_choice if isinstance(body, ChatBody) else None,
         parallel_tool_calls=body.parallel_tool_calls if isinstance(body, ChatBody) else None,
-        template_kwargs=template_kwargs(None if raw is None else bytes(raw)),
+        template_kwargs=template_kwargs(given(body.chat_template_kwargs)),
         add_generation_prompt=generates,
         continue_final_message=continues,
     )
