@@ -75,14 +75,8 @@ def _of_response(format: ResponseFormat, size_max: int) -> Grammar:
             if schema is None:
                 raise invalid(f"Missing required field '{param}'", param)
             return _json_schema(decode_object(schema, size_max, param))
-        case StructuralTagFormat(tag, structures, triggers):
-            param = "response_format"
-            text = given(tag)
-            if (text is None) == (structures is None):
-                raise invalid("A structural tag has either 'format' or 'structures'", param)
-            if text is not None:
-                return _structural_tag(decode_object(text, size_max, f"{param}.format"))
-            return _structures(structures or [], triggers or [], size_max, param)
+        case StructuralTagFormat():
+            return _tag(format, size_max, "response_format")
         case TextFormat():
             raise AssertionError("text asks for nothing")
 
@@ -108,7 +102,9 @@ def _of_outputs(outputs: StructuredOutputs, prefix: str) -> list[tuple[str, Buil
     if outputs.json_object:
         asked.append((prefix + "json_object", lambda _, __: Grammar(GrammarKind.JSON_OBJECT, "")))
     if tag is not None:
-        asked.append((prefix + "structural_tag", lambda param, size: _tag(tag, size, param)))
+        asked.append(
+            (prefix + "structural_tag", lambda param, size: _encoded_tag(tag, size, param))
+        )
     return asked
 
 
@@ -137,18 +133,22 @@ def _structural_tag(format: dict[str, Any]) -> Grammar:
     return Grammar(GrammarKind.STRUCTURAL_TAG, text)
 
 
-def _tag(raw: bytes, size_max: int, param: str) -> Grammar:
-    """vLLM's structural tag: with `format`, or with `structures` and `triggers`."""
-    tag = decode_object_or_string(raw, size_max, param)
+def _tag(tag: StructuralTagFormat, size_max: int, param: str) -> Grammar:
+    format = given(tag.format)
+    if (format is None) == (tag.structures is None):
+        raise invalid("A structural tag has either 'format' or 'structures'", param)
+    if format is not None:
+        return _structural_tag(decode_object(format, size_max, param))
+    return _structures(tag.structures or [], tag.triggers or [], size_max, param)
+
+
+def _encoded_tag(raw: bytes, size_max: int, param: str) -> Grammar:
+    text = encode(decode_object_or_string(raw, size_max, param))
     try:
-        fields = msgspec.convert(tag, StructuralTagFormat)
+        tag = msgspec.json.decode(text, type=StructuralTagFormat)
     except msgspec.ValidationError as error:
         raise invalid(f"Invalid value for '{param}': {error}", param) from None
-    if (format := tag.get("format")) is not None:
-        if not isinstance(format, dict) or fields.structures is not None:
-            raise invalid(f"'{param}' has either 'format', an object, or 'structures'", param)
-        return _structural_tag(format)
-    return _structures(fields.structures or [], fields.triggers or [], size_max, param)
+    return _tag(tag, size_max, param)
 
 
 def _structures(

@@ -52,6 +52,11 @@ TRIGGERS = {
 """What begins a call in free text."""
 
 
+WHITESPACE_CHARACTERS = 16
+"""Between two parts of a JSON text at most: a model that has lost its thread would go on with
+newlines until the end. Enough for any usual indentation."""
+
+
 def output_grammar(
     response: Grammar | None, plan: ToolPlan, start: ReasoningStart, grammar_bytes_max: int
 ) -> Grammar | None:
@@ -90,9 +95,9 @@ def format_of(grammar: Grammar) -> Format:
     """A grammar as a part of a structural tag."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
-            return {"type": "json_schema", "json_schema": {"type": "object"}}
+            return _json({"type": "object"})
         case GrammarKind.JSON_SCHEMA:
-            return {"type": "json_schema", "json_schema": msgspec.json.decode(grammar.text)}
+            return _json(msgspec.json.decode(grammar.text))
         case GrammarKind.REGEX:
             return {"type": "regex", "pattern": grammar.text}
         case GrammarKind.EBNF:
@@ -161,7 +166,7 @@ def _calls(plan: ToolPlan, frame: Frame) -> Format:
             {
                 "type": "tag",
                 "begin": frame.begin + name + frame.middle,
-                "content": {"type": "json_schema", "json_schema": schema},
+                "content": _json(schema),
                 "end": frame.end,
             }
             for name, schema in plan.schemas
@@ -169,6 +174,14 @@ def _calls(plan: ToolPlan, frame: Frame) -> Format:
         "separator": frame.separator,
         "at_least_one": True,
         "stop_after_first": plan.calls_max == 1,
+    }
+
+
+def _json(schema: dict[str, Any]) -> Format:
+    return {
+        "type": "json_schema",
+        "json_schema": schema,
+        "max_whitespace_cnt": WHITESPACE_CHARACTERS,
     }
 
 
