@@ -68,11 +68,11 @@ class PrefixCache:
     """
 
     def __init__(self, pages: PageTable, is_enabled: bool = True) -> None:
-        """Without `is_enabled` nothing is ever found or inserted."""
+        """Without `is_enabled` nothing is ever found, inserted or counted."""
         self.pages = pages
         self.counts: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
-        self._is_enabled = is_enabled
+        self.is_enabled = is_enabled
         # Of every cached page; the same key several times while several hold copies.
         self._key_of: dict[int, PageKey] = {}
         # The inverse; never empty for a key that is here.
@@ -106,12 +106,15 @@ class PrefixCache:
 
     def count_lookup(self, hits: int, looked_up: int) -> None:
         """Of `looked_up` prompt tokens, `hits` were found and used."""
+        if not self.is_enabled:
+            return
         self.tokens["hit"] += hits
         self.tokens["missed"] += looked_up - hits
 
     def count_bypass(self, tokens: int) -> None:
         """So many prompt tokens were not looked up."""
-        self.tokens["bypassed"] += tokens
+        if self.is_enabled:
+            self.tokens["bypassed"] += tokens
 
     def hold(self, pages: Sequence[int], holder: Owner) -> None:
         """`holder` reads these cached pages: they cannot be evicted until it lets go. They follow
@@ -151,7 +154,7 @@ class PrefixCache:
             The pages that have become cached ones just now.
         """
         assert len(keys) == len(pages), (len(keys), len(pages))
-        if not self._is_enabled:
+        if not self.is_enabled:
             return []
         first = self._held_prefix(keys, pages, owner)
         inserted = list(pages[first:])

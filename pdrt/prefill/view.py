@@ -23,7 +23,8 @@ from pdrt.prefill.handover import Handover
 from pdrt.protocol.gateway_messages import Register, Role
 from pdrt.protocol.messages import Fingerprint, Load
 from pdrt.protocol.rooms import Room, RoomState, RoomTable
-from pdrt.scheduling.prefill import PrefillJob, PrefillScheduler
+from pdrt.scheduling.prefill import PrefillScheduler
+from pdrt.scheduling.prefill_job import PrefillJob
 from pdrt.transfer.gateway_link import GatewayLinks
 
 ROWS_MAX = 64

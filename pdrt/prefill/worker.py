@@ -13,20 +13,26 @@ from typing import Any, NoReturn
 import uvloop
 
 from pdrt.config import WorkerConfig
+from pdrt.errors import RequestRefused
 from pdrt.ids import RoomId, new_incarnation, short
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
-from pdrt.model.batch import Row
+from pdrt.kv.prefix import PrefixCache
+from pdrt.model.batch import StepResult
 from pdrt.model.executor import Executor
 from pdrt.observe.metrics import Metrics
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.prefill.handover import Handover, RoomEffect
+from pdrt.prefill.judge import Limits, refusal
+from pdrt.prefill.prompts import Prompts, grammar_of
 from pdrt.prefill.view import PrefillView
 from pdrt.protocol.effects import CloseRoom, OpenRoom, ReleaseSource
 from pdrt.protocol.gateway_messages import Drain, Inspect
 from pdrt.protocol.invariants import check_prefill
 from pdrt.protocol.messages import Drained, Fingerprint, FirstTokenData, Grant, Reason
 from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
-from pdrt.scheduling.prefill import Chunk, PrefillScheduler
+from pdrt.sampling import Grammar
+from pdrt.scheduling.prefill import PrefillScheduler
+from pdrt.scheduling.prefill_job import Chunk
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalSender
 from pdrt.transfer.processes import this_process
@@ -69,9 +75,11 @@ class PrefillWorker:
         identity = executor.identity
         self.fingerprint = Fingerprint(identity.name, identity.digest, executor.layout)
         limits = config.scheduler
+        self.cache = PrefixCache(self.pages, limits.enable_prefix_caching)
         self.scheduler = PrefillScheduler(
-            executor.layout, limits.max_num_batched_tokens, limits.max_num_seqs
+            executor.layout, self.cache, limits.max_num_batched_tokens, limits.max_num_seqs
         )
+        self._prompts = Prompts()
         sender = LocalSender(executor.pool, config.protocol.write_seconds_max)
         info = PrefillWorkerInfo(
             self.incarnation, self.fingerprint, (this_process(),), (sender.name,)
@@ -79,7 +87,10 @@ class PrefillWorker:
         self.table = RoomTable(info, config.protocol, now)
         self.loop = WorkerLoop(self._tick, self._leave)
         self.handover = Handover(self.table, sender, executor.layout, config, self.loop)
-        self.handover.judge = self._judge
+        grant_limits = Limits(
+            identity, executor.layout, executor.pages, config.protocol.frame_bytes_max
+        )
+        self.handover.judge = lambda grant: refusal(grant, grant_limits)
         self.handover.on_room = self._apply_room
         self.handover.on_end = self._room_ended
         self.links = GatewayLinks(
@@ -122,35 +133,40 @@ class PrefillWorker:
 
     # Rooms
 
-    def _judge(self, grant: Grant) -> str | None:
-        """Why this worker can never serve `grant`, in words; None when it can."""
-        length, limit = len(grant.token_ids), self.executor.identity.max_model_len
-        vocabulary = self.executor.identity.vocab_size
-        wanted = self.executor.layout.pages_for(length)
-        if not 0 < length <= limit:
-            return f"{length} tokens; 1 to {limit} can be served"
-        if wanted > self.pages.total:
-            return f"{length} tokens do not fit into the prefill pool ({self.pages.total} pages)"
-        if grant.pages and len(grant.pages) != wanted - grant.first_page:
-            return f"{len(grant.pages)} pages from {grant.first_page} on for {length} tokens"
-        if not all(0 <= token < vocabulary for token in grant.token_ids):
-            return f"token ids must be below {vocabulary}"
-        return None
-
     def _apply_room(self, effect: RoomEffect) -> None:
         match effect:
             case OpenRoom():
-                self.scheduler.add(effect.grant, time.monotonic())
-                self._work.set()
+                self._open_room(effect.grant)
             case CloseRoom():
                 self.scheduler.stop(effect.room)
             case ReleaseSource():
                 self._release_source(effect.room)
 
+    def _open_room(self, grant: Grant) -> None:
+        grammar = grammar_of(grant)
+        self.scheduler.add(grant, time.monotonic(), is_blocked=grammar is not None)
+        if grammar is not None:
+            self.loop.start(self._compile(grant.room, grammar), f"grammar of room {grant.room}")
+        self._work.set()
+
+    async def _compile(self, room: RoomId, grammar: Grammar) -> None:
+        """Meanwhile all of the prompt is computed but its last token."""
+        try:
+            matcher = await self.executor.grammars.matcher(grammar)
+        except RequestRefused as refused:
+            self.handover.apply(self.table.end_room(room, Reason.REJECTED, str(refused)))
+            return
+        if room in self.scheduler.jobs:
+            self._prompts.set_matcher(room, matcher)
+            self.scheduler.unblock(room)
+            self._work.set()
+
     def _release_source(self, room: RoomId) -> None:
-        """The one place where source pages become free: nobody reads them any more."""
+        """The one place where source pages leave their room, its own and cached ones: nobody
+        writes from them any more."""
         pages = self.scheduler.forget(room)
-        self.pages.free(pages, Owner(OwnerKind.ROOM, room))
+        self.cache.release(pages, Owner(OwnerKind.ROOM, room))
+        self._prompts.forget(room)
         # Somebody may have been waiting for them.
         self._work.set()
 
@@ -174,23 +190,22 @@ class PrefillWorker:
             "room ended",
             extra={
                 "room": drained.room,
+                "request_id": job.grant.context.request_id,
                 "outcome": drained.outcome.value,
                 "reason": drained.reason.value if drained.reason is not None else "-",
-                "tokens": len(job.grant.token_ids),
+                "tokens": job.length,
                 "computed": job.computed,
+                "cached": job.cached if job.has_started else 0,
                 "bytes": drained.bytes_written,
                 **phases,
             },
         )
 
-    def _take_pages(self, room: RoomId, count: int) -> list[int]:
-        return self.pages.take(count, Owner(OwnerKind.ROOM, room))
-
     # Steps
 
     async def _compute(self) -> None:
         while not self.loop.is_ending:
-            chunks = self.scheduler.plan(self._take_pages, time.monotonic())
+            chunks = self.scheduler.plan(time.monotonic())
             if chunks:
                 await self._step(chunks)
             else:
@@ -199,36 +214,38 @@ class PrefillWorker:
 
     async def _step(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            self.handover.post(chunk.room, ForwardStarted())
+            self._chunk_started(chunk)
+        rows = [self._prompts.row(self.scheduler.jobs[chunk.room], chunk) for chunk in chunks]
         try:
-            result = await self.executor.step([self._row(chunk) for chunk in chunks])
+            result = await self.executor.step(rows)
         except AssertionError:
             raise  # our own bug: the worker ends
         except Exception as error:
             log.exception("prefill step failed")
             self._step_failed(chunks, repr(error))
             return
-        for chunk, token in zip(chunks, result.tokens, strict=True):
-            self._chunk_finished(chunk, token)
+        for index, chunk in enumerate(chunks):
+            self._chunk_finished(chunk, result, index)
 
-    def _row(self, chunk: Chunk) -> Row:
+    def _chunk_started(self, chunk: Chunk) -> None:
+        """Pages that were found in the cache are sent while the rest is computed."""
         job = self.scheduler.jobs[chunk.room]
-        is_sampled = chunk.is_last and job.grant.sampling.max_tokens > job.grant.output_tokens
-        return Row(
-            token_ids=job.grant.token_ids[chunk.start : chunk.end],
-            start=chunk.start,
-            pages=job.pages,
-            sampling=job.grant.sampling if is_sampled else None,
-            output_tokens=job.grant.output_tokens,
-        )
+        if job.cached:
+            cached = chunk.start // self.executor.layout.page_size
+            self.handover.post(chunk.room, PagesFinished(job.pages, cached, is_last=False))
+        self.handover.post(chunk.room, ForwardStarted())
 
-    def _chunk_finished(self, chunk: Chunk, token: int | None) -> None:
+    def _chunk_finished(self, chunk: Chunk, result: StepResult, index: int) -> None:
         """First the token, so that the client waits for no transfer; then the pages."""
         job = self.scheduler.jobs[chunk.room]
         finished = self.scheduler.finish(chunk, time.monotonic())
+        self._prompts.add_scores(chunk.room, result.scores[index])
+        token = result.tokens[index]
         if token is not None:
-            first = FirstTokenData(token, len(job.grant.token_ids))
+            first = FirstTokenData(token, job.length, job.cached, result.logprobs[index])
             self.handover.apply(self.table.first_token(chunk.room, first))
+        if chunk.is_last:
+            self.table.scored(chunk.room, self._prompts.scores(chunk.room))
         self.handover.post(chunk.room, PagesFinished(job.pages, finished, chunk.is_last))
         self.handover.post(chunk.room, ForwardEnded())
 
@@ -288,9 +305,10 @@ class PrefillWorker:
 
     def check(self) -> None:
         """Raise AssertionError where an invariant is broken."""
-        held = {room: job.pages for room, job in self.scheduler.jobs.items()}
+        source_pages = {room: [*job.pages, *job.spare] for room, job in self.scheduler.jobs.items()}
         self.pages.check()
+        self.cache.check()
         self.table.check()
-        check_prefill(self.table, held, self.pages)
+        check_prefill(self.table, source_pages, self.pages)
         self.scheduler.check()
         self.handover.check()

@@ -32,15 +32,17 @@ def check_decode(table: LeaseTable, pages: PageTable) -> None:
 def check_prefill(
     table: RoomTable, room_pages: Mapping[RoomId, Collection[int]], pages: PageTable
 ) -> None:
-    """Exactly the pages of `room_pages` (what the worker keeps for each room, cached pages left
-    out) are owned by rooms, and each of these rooms is alive or retained by its engine instance.
+    """Exactly the pages of `room_pages`, what a worker keeps for each room, are owned by rooms or,
+    being cached ones, held by them, and each of these rooms is alive or retained by its engine
+    instance.
 
     Raises:
         AssertionError: naming the rooms that the two disagree on.
     """
-    listed = {Owner(OwnerKind.ROOM, room): set(own) for room, own in room_pages.items() if own}
-    owned = pages.pages_of(OwnerKind.ROOM)
-    assert listed == owned, _difference(listed, owned)
+    listed = {Owner(OwnerKind.ROOM, room): set(kept) for room, kept in room_pages.items() if kept}
+    owned, held = pages.pages_of(OwnerKind.ROOM), pages.held_by(OwnerKind.ROOM)
+    found = {owner: owned.get(owner, set()) | held.get(owner, set()) for owner in {**owned, **held}}
+    assert listed == found, _difference(listed, found)
     known = table.rooms.keys() | table.peers.retained_rooms()
     assert room_pages.keys() == known, room_pages.keys() ^ known
 

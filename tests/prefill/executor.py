@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pdrt.errors import RequestRefused
 from pdrt.kv.layout import KvLayout
 from pdrt.kv.pool import KvPool
 from pdrt.model.batch import Row, StepResult, validate_rows
 from pdrt.model.identity import ModelIdentity
+from pdrt.sampling import Grammar, TokenLogprobs
 
 LAYOUT = KvLayout(page_size=4, kv_heads=2, layers=3, head_dim=2, dtype="float32")
 VOCABULARY = 1000
@@ -48,6 +50,15 @@ def next_token(tokens: Sequence[int]) -> int:
 
 def _digest(values: Sequence[int]) -> int:
     return 1 + zlib.crc32(",".join(map(str, values)).encode()) % (VOCABULARY - 1)
+
+
+def logprobs_of(tokens: Sequence[int], place: int, top: int) -> TokenLogprobs:
+    """What the stand-in says of the token at `place`: a number of all that comes before it."""
+    return _logprobs(next_token(tokens[:place]), tokens[place], top)
+
+
+def _logprobs(digest: int, token: int, top: int) -> TokenLogprobs:
+    return TokenLogprobs(-float(digest), token + 1, tuple((t, -float(t)) for t in range(top)))
 
 
 def output_of(prompt: Sequence[int], count: int) -> list[int]:
@@ -96,6 +107,34 @@ class Gate:
                 wait.cancel()
 
 
+class StandInMatcher:
+    """A grammar that permits everything, and remembers what it was shown."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.output: list[int] = []
+
+    def advance(self, output_ids: Sequence[int]) -> None:
+        assert list(output_ids[: len(self.output)]) == self.output
+        self.output = list(output_ids)
+
+    def fill(self, bitmask: object, row: int) -> None:
+        raise AssertionError("the stand-in has no logits")
+
+
+class StandInGrammars:
+    """Refuses the grammar `no`."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    async def matcher(self, grammar: Grammar) -> StandInMatcher:
+        await self.gate.wait()
+        if grammar.text == "no":
+            raise RequestRefused("such a grammar has no words", "grammar")
+        return StandInMatcher(grammar)
+
+
 class StandInExecutor:
     """As `pdrt.model.executor.Executor`, one step at a time."""
 
@@ -106,6 +145,7 @@ class StandInExecutor:
         self.layout = layout
         self.pages = pages
         self.pool = KvPool(layout, pages, torch.device("cpu"))
+        self.grammars = StandInGrammars()
         self.gate = Gate()
         """Where each step waits, in its middle."""
         self.steps: list[list[Row]] = []
@@ -141,9 +181,13 @@ class StandInExecutor:
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("the forward failed on purpose")
-            return StepResult(
-                [self._compute(row) for row in rows], 0.0, [None] * len(rows), [()] * len(rows)
-            )
+            for row in rows:
+                self._write(row)
+            tokens = [self._sample(row) for row in rows]
+            logprobs = [
+                self._sampled_logprobs(row, token) for row, token in zip(rows, tokens, strict=True)
+            ]
+            return StepResult(tokens, 0.0, logprobs, [self._scores(row) for row in rows])
         finally:
             self._is_running = False
 
@@ -151,14 +195,37 @@ class StandInExecutor:
         page, slot = divmod(position, self.layout.page_size)
         return self.pool.tensor[pages[page], :, :, :, slot, :]
 
-    def _compute(self, row: Row) -> int | None:
+    def _write(self, row: Row) -> None:
         for place, token in enumerate(row.token_ids, start=row.start):
             value = position_value(token, place)
             self._slot(row.pages, place).copy_(_pattern(self.layout) + value)
+
+    def _digest_before(self, row: Row, place: int) -> int:
+        return _digest([self.read(row.pages, earlier) for earlier in range(place)])
+
+    def _sample(self, row: Row) -> int | None:
         if row.sampling is None:
             return None
-        values = [self.read(row.pages, place) for place in range(row.end)]
-        return _digest(values)
+        assert (row.matcher is not None) == (row.sampling.grammar is not None)
+        if row.sampling.needs_history:
+            assert len(row.history) == row.end
+            for place, token in enumerate(row.history):
+                assert self.read(row.pages, place) == position_value(token, place)
+        if row.matcher is not None:
+            row.matcher.advance(row.history[row.end - row.output_tokens :])
+        return self._digest_before(row, row.end)
+
+    def _sampled_logprobs(self, row: Row, token: int | None) -> TokenLogprobs | None:
+        if token is None or row.sampling is None or row.sampling.logprobs is None:
+            return None
+        return _logprobs(token, token, row.sampling.logprobs)
+
+    def _scores(self, row: Row) -> tuple[TokenLogprobs, ...]:
+        assert len(row.scored) <= len(row.token_ids)
+        return tuple(
+            _logprobs(self._digest_before(row, place), token, row.scored_top)
+            for place, token in enumerate(row.scored, start=row.start + 1)
+        )
 
     def read(self, pages: Sequence[int], position: int) -> int:
         """The number that a position's whole slot spells."""
