@@ -74,7 +74,7 @@ class Children:
     """Runs children until the supervisor finishes.
 
     `launch(name, announce_fd)` makes a child's command; `announced(name, facts)` hears what each
-    life of a child announced, before the supervisor acts on it.
+    life of a child announced, and `ended(name)` that it is over, before the supervisor acts on it.
     """
 
     def __init__(
@@ -82,12 +82,14 @@ class Children:
         supervisor: Supervisor,
         launch: Callable[[str, int], Launch],
         announced: Callable[[str, dict[str, Any]], None],
+        ended: Callable[[str], None],
         terminal: Terminal,
     ) -> None:
         self._supervisor = supervisor
         self._terminal = terminal
         self._launch = launch
         self._announced = announced
+        self._ended = ended
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         """Each child's latest that could be started."""
         self._colours: dict[str, int] = {}
@@ -131,6 +133,7 @@ class Children:
                 self._announced(child, facts)
                 return self._supervisor.announced(child, now)
             case Exited(child, code):
+                self._ended(child)
                 return self._supervisor.exited(child, code, now)
             case StopAsked():
                 if self._supervisor.phase is Phase.SERVING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import sys
@@ -26,11 +27,11 @@ from pdrt.cli.deployment import (
     visible_gpus,
 )
 from pdrt.cli.flags import parse_request, print_config
-from pdrt.cli.http import get_json
+from pdrt.cli.http import get_json, post_json
 from pdrt.cli.load import dump_toml
 from pdrt.cli.ports import check_port
 from pdrt.cli.roles import has_cuda
-from pdrt.cli.supervisor import Supervisor
+from pdrt.cli.supervisor import Phase, Supervisor
 from pdrt.cli.terminal import Terminal
 from pdrt.cli.validate import parse_address, validate
 from pdrt.config import ModelConfig, UpConfig
@@ -39,6 +40,7 @@ from pdrt.model.resources import cpu_quota, parse_id_list
 
 STOP_GRACE_SECONDS = 5.0  # roles get their whole shutdown_timeout before `up` kills them
 POLL_SECONDS = 0.2
+TELL_SECONDS_MAX = 2.0  # a gateway that is busy for longer learns it by silence anyway
 REASONS_AFTER_SECONDS = 10.0  # a start that takes longer says why, whenever the reason changes
 
 
@@ -94,6 +96,8 @@ class Roles:
         self._deployment = deployment
         self._gateway = deployment.gateway
         self.url: str | None = None  # of the gateway, once it has announced it
+        self._incarnations: dict[str, str] = {}
+        """Of the workers that run and have announced themselves."""
 
     def launch(self, name: str, announce_fd: int) -> Launch:
         """The config goes to the child as a file in memory: nothing is left behind on disk."""
@@ -112,17 +116,38 @@ class Roles:
 
     def announced(self, name: str, facts: dict[str, Any]) -> None:
         if name != GATEWAY:
+            self._incarnations[name] = str(facts["incarnation"])
             return
         self.url = str(facts["http"])
         _, http_port = parse_address("http", self.url.split("://", 1)[1].rstrip("/"))
         _, worker_port = parse_address("workers", str(facts["workers"]).split("://", 1)[-1])
         self._gateway = replace(self._gateway, port=http_port, worker_port=worker_port)
 
+    def ended(self, name: str) -> str | None:
+        """A life of a child is over; where to tell the gateway, should it not know."""
+        incarnation = self._incarnations.pop(name, None)
+        if incarnation is None or self.url is None:
+            return None
+        return f"{self.url}/workers/{incarnation}/gone"
+
+
+def _tell(url: str, api_key: str | None) -> None:
+    """In vain where the gateway knows, as of a worker that left when asked, or does not answer."""
+    with contextlib.suppress(OSError):
+        post_json(url, api_key, TELL_SECONDS_MAX)
+
 
 async def _serve(config: UpConfig, deployment: Deployment, terminal: Terminal) -> int:
     roles = Roles(deployment)
     supervisor = Supervisor(deployment.names, config.shutdown_timeout + STOP_GRACE_SECONDS)
-    children = Children(supervisor, roles.launch, roles.announced, terminal)
+    api_key = next(iter(config.api.api_key), None)
+
+    def ended(name: str) -> None:
+        url = roles.ended(name)
+        if url is not None and supervisor.phase is Phase.SERVING:
+            tasks.create_task(asyncio.to_thread(_tell, url, api_key))
+
+    children = Children(supervisor, roles.launch, roles.announced, ended, terminal)
     async with asyncio.TaskGroup() as tasks:
         watch = tasks.create_task(_watch_ready(config, roles, children, terminal))
         code = await children.run()

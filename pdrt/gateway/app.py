@@ -49,6 +49,7 @@ def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
         Route("/metrics", operations.metrics),
         Route("/status", operations.status),
         Route("/workers/{worker}/drain", operations.drain, methods=["POST"]),
+        Route("/workers/{worker}/gone", operations.gone, methods=["POST"]),
         Route("/debug/check", operations.check),
     ]
     app = Starlette(

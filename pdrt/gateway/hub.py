@@ -105,9 +105,7 @@ class Hub:
             case Finished():
                 self._apply(self.requests.on_finished(message, now))
             case Gone():
-                if self.registry.on_gone(message.worker, now):
-                    log.info("%s has left", self.registry.workers[message.worker].name)
-                    self._on_lost(message.worker, now)
+                self.lose(message.worker, "it has left")
             case Report():
                 if not self._inspector.on_report(message):
                     self.metrics.count_stale_message("report_unasked")
@@ -133,13 +131,13 @@ class Hub:
         """Every `TICK_SECONDS`, after all inbound frames were dispatched."""
         now = self.clock()
         for worker in self.registry.on_tick(now):
-            log.warning("%s is lost: silent too long", self.registry.workers[worker].name)
-            self._on_lost(worker, now)
+            self._on_lost(worker, "silent too long", now)
         for message in self.drains.on_tick(now):
             self._send(message)
         self._apply(self.requests.on_tick(now))
 
-    def _on_lost(self, worker: Incarnation, now: float) -> None:
+    def _on_lost(self, worker: Incarnation, why: str, now: float) -> None:
+        log.warning("%s is lost: %s", self.registry.workers[worker].name, why)
         self.router.forget(worker)
         self._apply(self.requests.on_worker_lost(worker, now))
 
@@ -150,6 +148,12 @@ class Hub:
         for message in self.drains.ask(worker, self.clock()):
             log.info("%s is asked to leave", self.registry.workers[worker].name)
             self._send(message)
+
+    def lose(self, worker: Incarnation, why: str) -> None:
+        """It is known to have ended: its requests go on elsewhere. Idempotent."""
+        now = self.clock()
+        if self.registry.on_gone(worker, now):
+            self._on_lost(worker, why, now)
 
     # From clients
 

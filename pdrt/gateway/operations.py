@@ -104,6 +104,19 @@ class Operations:
 
     async def drain(self, request: Request) -> Response:
         """Asks a worker to finish what it has and leave. Idempotent."""
+        worker = self._named(request)
+        self._hub.drain(worker.incarnation)
+        return JsonResponse(_who(worker))
+
+    async def gone(self, request: Request) -> Response:
+        """Whoever started it saw it die: nobody needs to wait for its silence. One that lives after
+        all is back with its next heartbeat."""
+        worker = self._named(request)
+        self._hub.lose(worker.incarnation, "it died, says who started it")
+        return JsonResponse(_who(worker))
+
+    def _named(self, request: Request) -> Worker:
+        """The worker, not lost, whose name begins as the path says. Raises ApiError."""
         prefix = request.path_params["worker"].lower()
         found = self._hub.registry.find(prefix)
         if not found:
@@ -114,10 +127,7 @@ class Operations:
             raise ApiError(409, f"'{prefix[:40]}' may be any of: {names}", param="worker")
         if not living:
             raise ApiError(409, f"{found[0].name} is lost already", param="worker")
-        (worker,) = living
-        self._hub.drain(worker.incarnation)
-        role, name = worker.register.role.value, short(worker.incarnation)
-        return JsonResponse({"role": role, "worker": name, "state": worker.state.value})
+        return living[0]
 
     async def check(self, request: Request) -> Response:
         """Checks every invariant everywhere; 500 when one is broken, or a worker is silent."""
@@ -138,6 +148,11 @@ class Operations:
         ok = not broken and all(r["answered"] and not r["broken"] for r in results)
         body = {"ok": ok, "gateway": {"broken": broken}, "workers": results}
         return JsonResponse(body, 200 if ok else 500)
+
+
+def _who(worker: Worker) -> dict[str, str]:
+    role, name = worker.register.role.value, short(worker.incarnation)
+    return {"role": role, "worker": name, "state": worker.state.value}
 
 
 def _worker_status(worker: Worker, report: Report | None, now: float) -> dict[str, Any]:

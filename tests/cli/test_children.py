@@ -37,11 +37,16 @@ class Stage:
     ) -> None:
         self.scripts = scripts
         self.announce = announce
+        self.ended: list[str] = []
         self.lives: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
         supervisor = Supervisor(tuple(scripts), stop_seconds_max)
         self.terminal = Terminal(stderr=stderr)
         self.children = Children(
-            supervisor, self.launch, lambda *fact: self.lives.put_nowait(fact), self.terminal
+            supervisor,
+            self.launch,
+            lambda *fact: self.lives.put_nowait(fact),
+            self.ended.append,
+            self.terminal,
         )
 
     def launch(self, name: str, announce_fd: int) -> Launch:
@@ -92,6 +97,7 @@ async def test_a_killed_child_is_restarted_and_the_others_live_on(
         os.kill(first, signal.SIGKILL)
         name, second = await stage.next_life()
         assert (name, second != first, exists(gateway)) == ("decode-0", True, True)
+        assert stage.ended == ["decode-0"]
         stage.stop()
         assert await task == 0
     assert not exists(gateway) and not exists(second)

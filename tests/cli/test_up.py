@@ -133,6 +133,8 @@ def test_a_killed_worker_comes_back(tmp_path: Path) -> None:
         os.kill(first, signal.SIGKILL)
         assert up.pids("decode-0", 2)[1] != first
         assert len(up.pids("gateway")) == 1
+        # The stand-ins' incarnations are their pids.
+        up.wait_for(rf"gateway   \| posted /workers/{first:016x}/gone")
 
 
 def test_a_role_that_refuses_its_configuration_ends_all(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ async def test_a_rolling_restart_of_every_worker_loses_no_request(
     before = {name: cluster.processes[name].incarnation for name in WORKERS}
     async with asyncio.timeout(3 * HANG_SECONDS), asyncio.TaskGroup() as group:
         clients = group.create_task(load.run())
+        await load.more(clients)
         for name, is_asked_over_http in zip(WORKERS, (True, True, False, False), strict=True):
             process = cluster.processes[name]
             if is_asked_over_http:

@@ -115,20 +115,24 @@ async def test_a_name_that_may_be_several_is_refused(deployment: Deployment) -> 
     assert not any(worker.drains for worker in workers)
 
 
-async def test_the_last_word_of_a_worker_moves_its_requests_at_once(
-    deployment: Deployment,
+@pytest.mark.parametrize("is_told_by_itself", [True, False])
+async def test_the_requests_of_a_worker_known_to_have_ended_move_at_once(
+    deployment: Deployment, is_told_by_itself: bool
 ) -> None:
     output = deployment.ids("one two three four")
     _, first = await deployment.pair()
     first.on_submit = begins(first, output, 2)
-    task_text = deployment.client.completions.create(
+    events = await deployment.client.completions.create(
         model="tiny", prompt=[5], stream=True, temperature=0
     )
-    events = await task_text
     second = deployment.stand_in(Role.DECODE)
     second.on_submit = says(second, output)
     await deployment.known(second)
-    first.send(Gone(first.worker))
+    if is_told_by_itself:
+        first.send(Gone(first.worker))
+    else:
+        answer = await deployment.http.post(f"/workers/{first.name}/gone")
+        assert (answer.status_code, answer.json()["state"]) == (200, "lost")
     text = "".join([event.choices[0].text async for event in events])
     assert text == deployment.tokenizer.decode(output)
     assert [submit.output_token_ids for submit in second.submits] == [tuple(output[:2])]

@@ -34,7 +34,9 @@ async def _gateway(config, announce) -> int:
         writer.close()
 
     async def on_request(reader, writer) -> None:
-        path = (await reader.readline()).split()[1].decode()
+        method, path = (await reader.readline()).decode().split()[:2]
+        if method == "POST":
+            print(f"posted {path}", flush=True)
         is_ready = len(workers) >= 2
         reasons = [] if is_ready else [f"{len(workers)} of 2 workers"]
         body = json.dumps({"ready": is_ready, "reasons": reasons, "workers": []}).encode()
