@@ -67,9 +67,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model and the pool that its KV lives in. Prefill and decode must agree on all but the
     pool's size; workers that differ are never paired."""
 
-    model: Annotated[str, _doc("Hugging Face directory, GGUF file, or 'smollm2-135m-instruct'")] = (
-        "smollm2-135m-instruct"
-    )
+    model: Annotated[
+        str, _doc("Hugging Face directory or id, GGUF file, or 'smollm2-135m-instruct'")
+    ] = "smollm2-135m-instruct"
     served_model_name: Annotated[
         str | None, _doc("name clients use; the directory's name if not given")
     ] = None
@@ -90,7 +90,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "dummy"], _doc("dummy: random weights of the model's shape")
     ] = "auto"
     quantization: Annotated[
-        str | None, _doc("quantize the weights while loading; see the README for the kinds")
+        str | None, _doc("quantize the weights while loading: int8 or nf4 (docs/models.md)")
     ] = None
 
 

@@ -114,7 +114,7 @@ def _read_weights(
     auto: Any = transformers.AutoModelForCausalLM
     settings: dict[str, Any] = {}
     if model.quantization is not None:
-        settings["quantization_config"] = transformers_config(model.quantization)
+        settings["quantization_config"] = transformers_config(model.quantization, dtype)
     with _quiet():
         try:
             module, report = auto.from_pretrained(

@@ -70,9 +70,8 @@ def checkpoint_method(config: Mapping[str, Any]) -> str | None:
     return method
 
 
-def transformers_config(quantization: str) -> Any:
-    """What `from_pretrained` takes for a kind; its package is installed."""
-    import torch
+def transformers_config(quantization: str, dtype: str) -> Any:
+    """What `from_pretrained` takes for a kind, to compute in `dtype`; its package is installed."""
     import transformers
 
     kinds: Any = transformers
@@ -82,9 +81,8 @@ def transformers_config(quantization: str) -> Any:
 
             return kinds.TorchAoConfig(Int8WeightOnlyConfig(version=2))
         case "nf4":
-            # The default type to compute in is float32 whatever the model's, which is rightly slow.
             return kinds.BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
             )
     raise AssertionError(f"{quantization} is in KINDS")
 
