@@ -14,6 +14,7 @@ from pdrt import __version__
 from pdrt.config import WorkerConfig
 from pdrt.ids import Incarnation, short
 from pdrt.kv.pages import PageTable
+from pdrt.kv.prefix import PrefixCache
 from pdrt.model.executor import Executor
 from pdrt.observe.counters import CounterBridge
 from pdrt.observe.metrics import Metrics
@@ -41,6 +42,7 @@ class Seen(Protocol):
     executor: Executor
     fingerprint: Fingerprint
     pages: PageTable
+    cache: PrefixCache
     metrics: Metrics
     scheduler: PrefillScheduler
     table: RoomTable
@@ -65,7 +67,7 @@ class PrefillView:
         return Load(
             running=worker.scheduler.running,
             queued=worker.scheduler.queued,
-            pages_free=worker.pages.free_count,
+            pages_free=worker.cache.available,
             pages_total=worker.pages.total,
         )
 
@@ -111,6 +113,9 @@ class PrefillView:
         stale = worker.table.stale + worker.links.stale
         self._bridge.pass_on("rejected", rejected, metrics.count_rejected_frame)
         self._bridge.pass_on("stale", stale, metrics.count_stale_message)
+        cache = worker.cache
+        self._bridge.pass_on("prefix_pages", cache.counts, metrics.count_prefix_cache_pages)
+        self._bridge.pass_on("prefix_tokens", cache.tokens, metrics.count_prefix_cache_tokens)
         return metrics.render()
 
     def _rooms_by_state(self) -> dict[str, int]:
@@ -135,6 +140,11 @@ class PrefillView:
             "rooms_total": len(worker.table.rooms),
             "rooms_by_state": self._rooms_by_state(),
             "rooms_by_phase": self._rooms_by_phase(),
+            "prefix_cache": {
+                "pages": len(worker.cache),
+                "events": dict(worker.cache.counts),
+                "tokens": dict(worker.cache.tokens),
+            },
             "decode_peers": self._peers(),
             "gateways": worker.links.gateways(),
             "queued": worker.scheduler.queued,
@@ -187,5 +197,6 @@ def _room(room: Room, job: PrefillJob, now: float) -> dict[str, Any]:
         "pages": len(job.pages),
         "tokens": len(job.grant.token_ids),
         "computed": job.computed,
+        "cached": job.found,
         "reason": room.reason.value if room.reason is not None else None,
     }

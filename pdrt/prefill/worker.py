@@ -20,11 +20,14 @@ from pdrt.kv.prefix import PrefixCache
 from pdrt.model.batch import StepResult
 from pdrt.model.executor import Executor
 from pdrt.observe.metrics import Metrics
+from pdrt.observe.tracing import Tracer
 from pdrt.observe.worker_http import WorkerHttp
+from pdrt.prefill.ends import RoomEnds
 from pdrt.prefill.handover import Handover, RoomEffect
 from pdrt.prefill.judge import Limits, refusal
 from pdrt.prefill.prompts import Prompts, grammar_of
 from pdrt.prefill.view import PrefillView
+from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.protocol.effects import CloseRoom, OpenRoom, ReleaseSource
 from pdrt.protocol.gateway_messages import Drain, Inspect
 from pdrt.protocol.invariants import check_prefill
@@ -72,6 +75,8 @@ class PrefillWorker:
         self.pages = PageTable(executor.pages)
         self.view = PrefillView(self)
         self.metrics = Metrics("prefill", short(self.incarnation))
+        self.tracer = Tracer(config.observe.otlp_endpoint, "prefill", short(self.incarnation))
+        self._ends = RoomEnds(self.metrics, self.tracer)
         identity = executor.identity
         self.fingerprint = Fingerprint(identity.name, identity.digest, executor.layout)
         limits = config.scheduler
@@ -130,6 +135,7 @@ class PrefillWorker:
         finally:
             self.handover.close()
             self.links.close()
+            self.tracer.close()
 
     # Rooms
 
@@ -172,34 +178,8 @@ class PrefillWorker:
 
     def _room_ended(self, drained: Drained) -> None:
         self.metrics.count_request(drained.outcome.value)
-        job = self.scheduler.jobs.get(drained.room)
-        if job is None:
-            return
-        now = time.monotonic()
-        self.metrics.count_transfer("local", drained.bytes_written)
-        computed_at = job.computed_at or now
-        started_at = job.started_at or now
-        phases = {
-            "queued": started_at - job.queued_at,
-            "compute": computed_at - started_at,
-            "drain": now - computed_at,
-        }
-        for phase, seconds in phases.items():
-            self.metrics.observe_handover(phase, seconds)
-        log.info(
-            "room ended",
-            extra={
-                "room": drained.room,
-                "request_id": job.grant.context.request_id,
-                "outcome": drained.outcome.value,
-                "reason": drained.reason.value if drained.reason is not None else "-",
-                "tokens": job.length,
-                "computed": job.computed,
-                "cached": job.cached if job.has_started else 0,
-                "bytes": drained.bytes_written,
-                **phases,
-            },
-        )
+        if job := self.scheduler.jobs.get(drained.room):
+            self._ends.ended(job, drained, time.monotonic())
 
     # Steps
 
@@ -224,6 +204,9 @@ class PrefillWorker:
             log.exception("prefill step failed")
             self._step_failed(chunks, repr(error))
             return
+        tokens = sum(len(row.token_ids) for row in rows)
+        self.metrics.observe_step(result.seconds, len(rows), tokens)
+        self.metrics.count_prompt_tokens(tokens)
         for index, chunk in enumerate(chunks):
             self._chunk_finished(chunk, result, index)
 
@@ -259,6 +242,7 @@ class PrefillWorker:
     # Time, and the end
 
     def _tick(self, now: float) -> None:
+        self.metrics.observe_tick(now, TICK_SECONDS)
         self.links.drain()
         self.handover.drain()
         self.table.set_load(self.view.load())

@@ -61,6 +61,11 @@ class PrefillJob:
         return bool(self.pages)
 
     @property
+    def found(self) -> int:
+        """Tokens whose KV it did not compute but found."""
+        return self.cached if self.has_started else 0
+
+    @property
     def is_sampled(self) -> bool:
         """The token after the prompt is wanted."""
         return self.grant.sampling.max_tokens > self.grant.output_tokens
