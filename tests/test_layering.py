@@ -41,6 +41,7 @@ PURE = (
     "kv/pages.py",
     "kv/prefix.py",
     "gateway/prefix_index.py",
+    "gateway/chat",
     "gateway/router.py",
 )
 IMPURE_MODULES = {

@@ -35,7 +35,8 @@ class ChatTemplate:
         exists: whether the model has a template at all.
         text: its source, the one for conversations with tools if there are several.
         renders_tools: whether it shows tools to the model.
-        variables: names that clients may set.
+        variables: names that clients may set. Those that the template itself sets, but not on
+            every path, are among them: such are its switches with defaults.
     """
 
     def __init__(self, inner: Any) -> None:
