@@ -37,6 +37,14 @@ def sampling_of(row: Row) -> Sampling:
     return row.sampling
 
 
+def advance_matchers(rows: Sequence[Row]) -> None:
+    """Tell grammars what there is of their outputs: before the forward, so that what may come next
+    is found out beside it."""
+    for row in rows:
+        if row.matcher is not None and row.sampling is not None:
+            row.matcher.advance(_output_ids(row))
+
+
 def adjust(logits: Tensor, rows: Sequence[Row], eos_ids: Collection[int]) -> None:
     """Change the logits as the rows' parameters say, in place. Some token always stays possible.
 
@@ -97,12 +105,15 @@ def _penalize(logits: Tensor, rows: Sequence[Row]) -> None:
 
 def _history(row: Row) -> Ids:
     """All tokens so far; without a copy where the history is an array of 64-bit integers."""
-    assert len(row.history) == row.end, f"{len(row.history)} tokens of history for {row.end}"
     return np.asarray(row.history, dtype=np.int64)
 
 
+def _output_ids(row: Row) -> Sequence[int]:
+    return row.history[row.end - row.output_tokens :]
+
+
 def _output(row: Row) -> Ids:
-    return _history(row)[row.end - row.output_tokens :]
+    return np.asarray(_output_ids(row), dtype=np.int64)
 
 
 def _none() -> Ids:
@@ -155,8 +166,7 @@ def _allowed(
 def _permitted(row: Row, vocabulary: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """What the row's grammar permits after its output so far."""
     assert row.matcher is not None
-    assert len(row.history) == row.end, f"{len(row.history)} tokens of history for {row.end}"
-    row.matcher.advance(row.history[row.end - row.output_tokens :])
+    row.matcher.advance(_output_ids(row))
     bitmask = np.zeros((1, -(-vocabulary // BITS)), dtype=np.int32)
     row.matcher.fill(bitmask, 0)
     # Least significant bit first; words are little-endian on every machine this runs on.

@@ -14,7 +14,7 @@ import torch
 
 from pdrt.config import DeviceConfig, ModelConfig
 from pdrt.kv.pool import KvPool
-from pdrt.model.adjust import sampling_of
+from pdrt.model.adjust import advance_matchers, sampling_of
 from pdrt.model.attention import ForwardContext
 from pdrt.model.batch import Row, StepResult, validate_rows
 from pdrt.model.fetch import resolve_model
@@ -38,7 +38,7 @@ class Executor:
         pool: the KV memory; which page belongs to whom is the caller's business.
         pages: pages in the pool.
         device: where it computes.
-        grammars: compiles what outputs must look like, on a thread of its own.
+        grammars: what outputs must look like, compiled in processes of its own.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class Executor:
         started = time.perf_counter()
         with torch.inference_mode():
             context = ForwardContext(self.pool, rows, self._backend)
+            advance_matchers(rows)
             logits = self.forward(context)
             count = len(context.sampled)
             tokens, logprobs = self._sample(context, rows, logits[:count])

@@ -1,248 +1,325 @@
-"""Grammars of outputs, by xgrammar: compiled once per process, then followed token by token.
+"""Grammars of outputs: compiled once per worker, then followed token by token.
 
-xgrammar is an extra and takes its time to import: nothing of it is touched before the first
-grammar comes, and then on a thread of its own.
+None of it happens in this process (`pdrt.model.grammar_server` says why): here are the sockets to
+those where it does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
+import socket
+import subprocess
+import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from pdrt.errors import RequestRefused
 from pdrt.model.grammar_limits import check_grammar
-from pdrt.model.tokenizer import Tokenizer
-from pdrt.sampling import Grammar, GrammarKind
+from pdrt.model.grammar_messages import (
+    MESSAGE_BYTES_MAX,
+    TOKENS_PER_MESSAGE,
+    Advance,
+    Fill,
+    FromProcess,
+    Mask,
+    Refused,
+    ServerOptions,
+    ToProcess,
+    Words,
+    end_words,
+)
+from pdrt.sampling import Grammar
 
-__all__ = ["Compiler", "Grammars", "OutputMatcher", "check_grammar"]
+__all__ = ["Grammars", "OutputMatcher", "check_grammar"]
 
 log = logging.getLogger(__name__)
 
-CACHED_MAX = 128
-CACHED_BYTES_MAX = 256 * 2**20
-"""Compiled grammars kept; one is 0.2 MB to a few MB for a vocabulary of 50,000."""
-
-WHITESPACE_CHARACTERS = 16
-"""At most, between two parts of a JSON text: a model that has lost its thread would go on with
-newlines until `max_tokens`. Enough for any usual indentation."""
-
-NOT_INSTALLED = (
-    "structured outputs need xgrammar on this server: pip install 'pdrt[grammar]', or where there "
-    "is no GPU, without its 1 GB of CUDA compilers: pip install --no-deps xgrammar apache-tvm-ffi"
-)
-
-Words = np.ndarray[Any, np.dtype[np.int32]]
+CACHED_MAX = 64
+"""Grammars whose processes are kept when no output follows them: some MB each, as they share what
+they were forked from."""
+START_SECONDS_MAX = 120.0
+"""Import of xgrammar and transformers on a busy machine."""
+ANSWER_SECONDS_MAX = 60.0
+"""A process ends by itself when it has computed for too long; this is for one that is stopped."""
+CLOSE_SECONDS_MAX = 10.0
+COMPILED_AT_ONCE = 4
+"""So that one that takes long holds up three others at most, not all."""
+TOO_MUCH = "it takes too much time or memory to compile; make it smaller, or less nested"
 
 
-class Compiled(msgspec.Struct, frozen=True):
-    """A grammar for one vocabulary."""
-
-    inner: Any
-    """xgrammar's CompiledGrammar; shared by matchers, not changed by them."""
-    size_bytes: int
+Result = TypeVar("Result")
 
 
-class Compiler:
-    """xgrammar with the tokenizer of one model. Made and used by one thread."""
+class ProcessLost(Exception):
+    """The process at the other end is gone, or has been silent for too long."""
 
-    def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Import xgrammar and load the tokenizer; some seconds.
+
+class Link:
+    """One end of a socket to a process; used by one thread at a time."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._decoder = msgspec.msgpack.Decoder(FromProcess)
+        # Whoever drops the last reference closes it, and so ends the process.
+        self.close = weakref.finalize(self, end.close)
+
+    def send(self, message: ToProcess) -> None:
+        """Raises ProcessLost."""
+        try:
+            self._end.send(msgspec.msgpack.encode(message))
+        except OSError as error:
+            raise ProcessLost(str(error)) from error
+
+    def receive(self, seconds_max: float) -> FromProcess:
+        """Raises ProcessLost."""
+        self._end.settimeout(seconds_max)
+        try:
+            data = self._end.recv(MESSAGE_BYTES_MAX)
+        except OSError as error:
+            raise ProcessLost(str(error)) from error
+        if not data:
+            raise ProcessLost("it has ended")
+        return self._decoder.decode(data)
+
+    def send_grammar(self, grammar: Grammar, end: socket.socket) -> None:
+        """Ask a server for a process that compiles `grammar` and talks over `end`.
 
         Raises:
-            RequestRefused: xgrammar is not installed, or the model has no end.
-            ModelError: the tokenizer cannot be loaded.
+            ProcessLost: the server is gone.
         """
         try:
-            import xgrammar
-        except ImportError as error:
-            raise RequestRefused(NOT_INSTALLED) from error
-        self.ends = [token for token in eos_token_ids if 0 <= token < vocab_size]
-        if not self.ends:
-            raise RequestRefused("this model names no end token, so no grammar could ever end")
-        self.vocab_size = vocab_size
-        self._xgrammar: Any = xgrammar
-        tokenizer = Tokenizer(directory)
-        # The bytes that clients see, not xgrammar's own reading of the vocabulary. Tokens without
-        # any (a model may have more rows than its tokenizer has tokens) are never permitted.
-        texts = [tokenizer.token_bytes(token) for token in range(vocab_size)]
-        self._tags = self._make(texts)
-        # Special tokens are no text: nobody sees them, so they may not stand for any. Only a
-        # structural tag may name them.
-        special = tokenizer.special_ids
-        self._text = self._make([b"" if i in special else text for i, text in enumerate(texts)])
-
-    def _make(self, texts: list[bytes]) -> Any:
-        xgrammar = self._xgrammar
-        info = xgrammar.TokenizerInfo(
-            texts,
-            vocab_type=xgrammar.VocabType.RAW,
-            vocab_size=self.vocab_size,
-            stop_token_ids=self.ends,
-        )
-        # One thread, beside the compute; no cache of its own, which would have no bound.
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-    def compile(self, grammar: Grammar) -> Compiled:
-        """Raises RequestRefused where `grammar` is broken, or too large to compile."""
-        check_grammar(grammar)
-        compiler = self._tags if grammar.kind is GrammarKind.STRUCTURAL_TAG else self._text
-        try:
-            inner = _compile(compiler, grammar)
-        # All that xgrammar raises; what is malformed, too large or not supported reads alike.
-        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-            raise RequestRefused(_in_words(error)) from error
-        return Compiled(inner, inner.memory_size_bytes)
-
-    def matcher(self, compiled: Compiled) -> OutputMatcher:
-        """A matcher at the beginning of an output."""
-        inner = self._xgrammar.GrammarMatcher(compiled.inner, override_stop_tokens=self.ends)
-        return OutputMatcher(inner, self.ends, self.vocab_size)
+            socket.send_fds(self._end, [msgspec.msgpack.encode(grammar)], [end.fileno()])
+        except OSError as error:
+            raise ProcessLost(str(error)) from error
 
 
-def _compile(compiler: Any, grammar: Grammar) -> Any:
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            return compiler.compile_json_schema(
-                grammar.text, max_whitespace_cnt=WHITESPACE_CHARACTERS
-            )
-        case GrammarKind.JSON_OBJECT:
-            return compiler.compile_json_schema(
-                '{"type": "object"}', max_whitespace_cnt=WHITESPACE_CHARACTERS
-            )
-        case GrammarKind.REGEX:
-            return compiler.compile_regex(grammar.text)
-        case GrammarKind.EBNF:
-            return compiler.compile_grammar(grammar.text)
-        case GrammarKind.STRUCTURAL_TAG:
-            return compiler.compile_structural_tag(grammar.text)
+class GrammarProcess:
+    """A compiled grammar, and the outputs that follow it. Used by the compute thread only."""
 
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.is_lost = False
+        self._made = 0
+        self._dropped: list[int] = []
+        """Matchers that are no more, until that has been told."""
 
-def _in_words(error: Exception) -> str:
-    """Without the time and the C++ source line that xgrammar puts in front."""
-    return re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ", "", str(error)).strip()[:500] or "too large"
+    def name(self, matcher: OutputMatcher) -> int:
+        """A name for a new matcher, until it is garbage."""
+        self._made += 1
+        weakref.finalize(matcher, self._dropped.append, self._made).atexit = False
+        return self._made
+
+    def advance(self, name: int, tokens: Sequence[int]) -> None:
+        """Raises ProcessLost."""
+        for first in range(0, max(1, len(tokens)), TOKENS_PER_MESSAGE):
+            part = [int(token) for token in tokens[first : first + TOKENS_PER_MESSAGE]]
+            dropped = self._dropped[:]
+            self.link.send(Advance(name, part, dropped))
+            del self._dropped[: len(dropped)]
+
+    def mask(self, name: int) -> bytes:
+        """Empty where the grammar has no answer in time. Raises ProcessLost."""
+        self.link.send(Fill(name))
+        answer = self.link.receive(ANSWER_SECONDS_MAX)
+        assert isinstance(answer, Mask), answer
+        return answer.words
 
 
 class OutputMatcher:
     """Implements `pdrt.model.batch.Matcher`.
 
     Once the grammar is complete and an end token has come, only end tokens are permitted: whoever
-    ignores them (`ignore_eos`) gets more of them, and nothing else.
+    ignores them (`ignore_eos`) gets more of them, and nothing else. So it is when the grammar's
+    process is lost.
+
+    Attributes:
+        failure: why the output cannot follow its grammar any further, if it cannot.
     """
 
-    def __init__(self, inner: Any, ends: Sequence[int], vocab_size: int) -> None:
-        self._inner = inner
-        self._taken = 0
-        """Output tokens that have been taken in."""
-        self._is_over = False
-        """Nothing but the end may come; `_inner` is not asked any more."""
-        bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
-        bits[list(ends)] = True
-        self._ends: Words = np.packbits(bits, bitorder="little").view(np.int32)
+    def __init__(self, process: GrammarProcess, ends: Words) -> None:
+        self._process = process
+        self._name = process.name(self)
+        self._ends = ends
+        self._taken: int | None = None
+        """Output tokens that have been told."""
+        self.failure: str | None = None
 
     def advance(self, output_ids: Sequence[int]) -> None:
-        """See `Matcher.advance`."""
-        assert len(output_ids) >= self._taken, "an output does not become shorter"
-        if self._is_over:
+        """See `Matcher.advance`. Does not wait: what may come next is found meanwhile."""
+        if self.failure is not None or self._taken == len(output_ids):
             return
-        for token in output_ids[self._taken :]:
-            if not self._inner.accept_token(int(token)):
-                # A stop token of the client, or a flaw of xgrammar: it permitted this token.
-                if not self._inner.is_completed():
-                    log.error("an output left its grammar", extra={"token": int(token)})
-                self._is_over = True
-            elif self._inner.is_terminated():
-                self._is_over = True
-            if self._is_over:
-                return
+        taken = self._taken or 0
+        assert len(output_ids) >= taken, "an output does not become shorter"
+        try:
+            self._process.advance(self._name, output_ids[taken:])
+        except ProcessLost as lost:
+            self._process.is_lost = True
+            self._fail(str(lost))
         self._taken = len(output_ids)
 
     def fill(self, bitmask: Words, row: int) -> None:
         """See `Matcher.fill`; `bitmask` is a numpy array."""
-        if not self._is_over:
-            # False: everything is permitted.
-            if not self._inner.fill_next_token_bitmask(bitmask, row):
-                bitmask[row] = -1
-            elif not bitmask[row].any():
-                log.error("a grammar permits no token: its output ends here")
-                self._is_over = True
-        if self._is_over:
-            bitmask[row] = self._ends
+        assert self._taken is not None, "it advances first"
+        if self.failure is None:
+            try:
+                words = self._process.mask(self._name)
+            except ProcessLost as lost:
+                self._process.is_lost = True
+                self._fail(str(lost))
+            else:
+                if not words:
+                    self._fail("matching takes too long, or no token can follow")
+        bitmask[row] = self._ends if self.failure else np.frombuffer(words, dtype=np.int32)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = f"the grammar cannot be followed any further: {reason}"
+        log.error("an output cannot follow its grammar, and ends", extra={"reason": reason})
+
+
+class Server:
+    """The process that those of the grammars are forked from."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        """Start it and wait until it can take grammars; some seconds.
+
+        Raises:
+            RequestRefused: it cannot serve any grammar; says why.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link = Link(ours)
+        with theirs:
+            arguments = [msgspec.json.encode(options).decode(), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pdrt.model.grammar_server", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        try:
+            answer = self.link.receive(START_SECONDS_MAX)
+        except ProcessLost as lost:
+            answer = Refused(f"the process that compiles grammars did not start: {lost}")
+        if isinstance(answer, Refused):
+            self.close()
+            raise RequestRefused(answer.text)
+
+    def close(self) -> None:
+        """End it; what was forked from it goes on."""
+        self.link.close()
+        try:
+            self._process.wait(CLOSE_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def compile(self, grammar: Grammar) -> GrammarProcess | RequestRefused:
+        """Waits for it; may be called by several threads."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link = Link(ours)
+        try:
+            with theirs:
+                self.link.send_grammar(grammar, theirs)
+            answer = link.receive(ANSWER_SECONDS_MAX)
+        except ProcessLost:
+            return RequestRefused(TOO_MUCH)
+        if isinstance(answer, Refused):
+            return RequestRefused(answer.text)
+        return GrammarProcess(link)
 
 
 class Grammars:
-    """Compiles on a thread of its own; used from the event loop."""
+    """Has grammars compiled; used from the event loop, waits in threads of its own."""
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._made_from = (directory, vocab_size, eos_token_ids)
-        self._thread = ThreadPoolExecutor(1, "pdrt-grammar")
-        self._compiler: Compiler | None = None
-        """Used by the thread, and by others only for what does not change."""
+        self._options = ServerOptions(str(directory), vocab_size, tuple(eos_token_ids))
+        self._ends: Words = end_words(eos_token_ids, vocab_size)
+        self._threads = ThreadPoolExecutor(COMPILED_AT_ONCE, "pdrt-grammar")
+        self._server: Future[Server | RequestRefused] | None = None
+        """Once there was a grammar; the latest, should one have died."""
         # Least recently used first. Refusals too, so that asking again costs nothing. What is
         # not done is never dropped: as many as there are requests.
-        self._compiled: OrderedDict[Grammar, Future[Compiled | RequestRefused]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[GrammarProcess | RequestRefused]] = (
+            OrderedDict()
+        )
 
-    async def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> OutputMatcher:
+    async def matcher(self, grammar: Grammar) -> OutputMatcher:
         """A matcher of its own for one request; equal grammars are compiled once.
 
-        Args:
-            output_ids: tokens that exist already, where a request is resumed.
-
         Raises:
-            RequestRefused: xgrammar is not installed, or refuses the grammar.
+            RequestRefused: xgrammar is not installed, or refuses the grammar, or cannot compile it
+                within its limits of time and memory.
         """
+        check_grammar(grammar)
+        server = await self._started()
         future = self._compiled.get(grammar)
-        if future is None:
-            future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+        if future is None or _is_lost(future):
+            future = self._compiled[grammar] = self._threads.submit(server.compile, grammar)
         self._compiled.move_to_end(grammar)
-        # `wait`, as cancelling one who waits must not cancel what others wait for.
-        await asyncio.wait([asyncio.wrap_future(future)])
+        process = await _result(future)
         self._shrink()
-        compiled = future.result()
-        if isinstance(compiled, RequestRefused):
-            raise RequestRefused(str(compiled), compiled.param)
-        return await asyncio.wrap_future(self._thread.submit(self._begin, compiled, output_ids))
+        if isinstance(process, RequestRefused):
+            raise RequestRefused(str(process), process.param)
+        return OutputMatcher(process, self._ends)
+
+    async def _started(self) -> Server:
+        if self._server is None or _is_dead(self._server):
+            self._server = self._threads.submit(_start, self._options)
+        server = await _result(self._server)
+        if isinstance(server, RequestRefused):
+            raise RequestRefused(str(server))
+        return server
 
     def close(self) -> None:
-        """Wait for what is being compiled, drop what waits, end the thread."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _compile(self, grammar: Grammar) -> Compiled | RequestRefused:
-        try:
-            if self._compiler is None:
-                self._compiler = Compiler(*self._made_from)
-            return self._compiler.compile(grammar)
-        except RequestRefused as refused:
-            return refused
-
-    def _begin(self, compiled: Compiled, output_ids: Sequence[int]) -> OutputMatcher:
-        assert self._compiler is not None, "something has been compiled"
-        matcher = self._compiler.matcher(compiled)
-        matcher.advance(output_ids)
-        return matcher
+        """End all processes and threads; matchers that are left permit only the end."""
+        self._threads.shutdown(cancel_futures=True)
+        for future in self._compiled.values():
+            process = None if future.cancelled() else future.result()
+            if isinstance(process, GrammarProcess):
+                process.link.close()
+        server = None if self._server is None or self._server.cancelled() else self._server.result()
+        if isinstance(server, Server):
+            server.close()
 
     def _shrink(self) -> None:
-        """Drop the least recently used until both bounds hold; running requests keep theirs."""
-        sizes = {
-            grammar: _size_bytes(future.result())
-            for grammar, future in self._compiled.items()
-            if future.done()
-        }
-        count, total = len(self._compiled), sum(sizes.values())
-        for grammar, size in sizes.items():
-            if count <= CACHED_MAX and total <= CACHED_BYTES_MAX:
-                return
+        """Drop the least recently used; outputs that follow them keep theirs."""
+        idle = [grammar for grammar, future in self._compiled.items() if future.done()]
+        for grammar in idle[: max(0, len(self._compiled) - CACHED_MAX)]:
             del self._compiled[grammar]
-            count, total = count - 1, total - size
 
 
-def _size_bytes(compiled: Compiled | RequestRefused) -> int:
-    return compiled.size_bytes if isinstance(compiled, Compiled) else 0
+def _start(options: ServerOptions) -> Server | RequestRefused:
+    try:
+        return Server(options)
+    except RequestRefused as refused:
+        return refused
+
+
+def _is_dead(server: Future[Server | RequestRefused]) -> bool:
+    if not server.done():
+        return False
+    started = server.result()
+    return isinstance(started, Server) and not started.is_alive
+
+
+def _is_lost(compiled: Future[GrammarProcess | RequestRefused]) -> bool:
+    """Its process has ended: too much memory or time for one step, or somebody killed it."""
+    process = compiled.result() if compiled.done() else None
+    return isinstance(process, GrammarProcess) and process.is_lost
+
+
+async def _result(future: Future[Result]) -> Result:
+    """Waits; cancelling one who waits does not cancel what others wait for."""
+    await asyncio.wait([asyncio.wrap_future(future)])
+    return future.result()
