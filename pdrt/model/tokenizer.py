@@ -32,7 +32,9 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            self._inner: Any = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
         # Broken files make transformers and tokenizers raise anything, plain Exception included.
         except Exception as error:
             raise ModelError(f"cannot load the tokenizer in {directory}: {error}") from error
