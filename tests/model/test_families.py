@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pdrt.errors import ConfigError
@@ -91,11 +93,22 @@ def test_a_family_is_what_transformers_computes(
         assert (seen - unseen).abs().max() > 100 * TOLERANCE, "the window changes nothing here"
 
 
-def test_the_table_holds_what_is_admitted(tmp_path: Path) -> None:
-    import transformers
-
+def test_the_table_holds_what_is_admitted() -> None:
     types = {getattr(transformers, family.config).model_type for family in FAMILIES}
     assert types == TESTED_TYPES
+
+
+def test_the_document_names_what_is_admitted() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = text.partition("## Families")[2].partition("A kind that is not listed")[0]
+    named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", column(line))}
+    assert named == TESTED_TYPES
+
+
+def column(line: str) -> str:
+    """The one of the types, of a line of the table."""
+    cells = line.split("|")
+    return cells[2] if len(cells) == 5 and cells[2].strip() != "`model_type`" else ""
 
 
 def test_shards_are_read(tmp_path: Path, load_executor: LoadExecutor) -> None:
