@@ -96,7 +96,7 @@ class Preparation:
             generation,
             tuple(encoded),
             output_grammar(response, tools, start, limits.grammar_bytes_max),
-            "tools" if response is None else "response_format",
+            "tools" if response is None else generation.response_param,
             tools,
             start,
         )

@@ -18,6 +18,7 @@ from pdrt.protocol.gateway_messages import (
     FinishReason,
     GatewayToWorker,
     Inspect,
+    PromptLogprobs,
     Register,
     Registered,
     Report,
@@ -26,6 +27,7 @@ from pdrt.protocol.gateway_messages import (
     Tokens,
     Usage,
 )
+from pdrt.sampling import TokenLogprobs
 from pdrt.transfer.channel import DealerChannel
 from tests.gateway.workers import fingerprint
 
@@ -82,8 +84,17 @@ class StandIn:
     def send_raw(self, frame: bytes) -> None:
         self._channel.send(frame)
 
-    def tokens(self, request: RequestId, first: int, ids: Sequence[int], cached: int = 0) -> None:
-        self.send(Tokens(request, self.worker, first, tuple(ids), cached))
+    def tokens(
+        self, request: RequestId, first: int, ids: Sequence[int], cached: int = 0, **more: Any
+    ) -> None:
+        self.send(Tokens(request, self.worker, first, tuple(ids), cached, **more))
+
+    def prompt_logprobs(self, submit: Submit, cached: int = 0, **more: Any) -> None:
+        """What a worker says of a prompt, if the request asks for it."""
+        top = submit.sampling.prompt_logprobs
+        if top is not None:
+            scores = tuple(scored(token, top) for token in submit.token_ids[1:])
+            self.send(PromptLogprobs(submit.request, self.worker, scores, cached, **more))
 
     def finish(
         self,
@@ -119,6 +130,15 @@ class StandIn:
         self._channel.close()
 
 
+def scored(token: int, top: int) -> TokenLogprobs:
+    """What these workers say of a token, always the same: the most likely are the token itself and
+    those after it; of an odd one, the token is not among them."""
+    value = -0.25 - token % 8 / 8
+    first = token + token % 2
+    likely = tuple((first + i, value + token % 2 / 16 - i / 4) for i in range(top))
+    return TokenLogprobs(value, 1 + token % 2 * (top + 1), likely)
+
+
 def says(
     worker: StandIn, output: Sequence[int], end: FinishReason = FinishReason.STOP, cached: int = 0
 ) -> Callable[[Submit], None]:
@@ -127,8 +147,11 @@ def says(
     def answer(submit: Submit) -> None:
         first = len(submit.output_token_ids)
         last = min(len(output), submit.sampling.max_tokens)
+        worker.prompt_logprobs(submit, cached)
         for index in range(first, last):
-            worker.tokens(submit.request, index, [output[index]], cached)
+            worker.tokens(
+                submit.request, index, [output[index]], cached, **asked(submit, [output[index]])
+            )
         reason = end if last == len(output) else FinishReason.LENGTH
         usage = Usage(len(submit.token_ids), last, cached)
         worker.finish(submit.request, reason, usage)
@@ -141,6 +164,13 @@ def begins(worker: StandIn, output: Sequence[int], count: int) -> Callable[[Subm
 
     def answer(submit: Submit) -> None:
         first = len(submit.output_token_ids)
-        worker.tokens(submit.request, first, output[first : first + count])
+        ids = output[first : first + count]
+        worker.tokens(submit.request, first, ids, **asked(submit, ids))
 
     return answer
+
+
+def asked(submit: Submit, ids: Sequence[int]) -> dict[str, Any]:
+    """Fields of a `Tokens` that only some requests ask for."""
+    top = submit.sampling.logprobs
+    return {} if top is None else {"logprobs": tuple(scored(token, top) for token in ids)}

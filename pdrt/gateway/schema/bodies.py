@@ -77,7 +77,14 @@ class Body(FormatFields, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     """Above 0; within bounds that keep every logit finite."""
-    logit_bias: dict[Count, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Count, Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]+$"}}),
+        ]
+        | None
+    ) = None
+    """By token id."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None

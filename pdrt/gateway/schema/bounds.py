@@ -28,7 +28,7 @@ COMPLETION_TOKENS_DEFAULT = 16
 """As in OpenAI's completions API."""
 RESPONSE_LOGPROBS_MAX = 1 << 22
 """Log probabilities in one answer that is not streamed; they wait in memory, 100 bytes each."""
-TOKEN_LOGPROBS_BYTES = 20
+TOKEN_LOGPROBS_BYTES = 18
 """Of one token in a frame, without the likely ones: array heads, a float, a rank. Measured by
 test_logprobs.py."""
 LIKELY_LOGPROB_BYTES = 15

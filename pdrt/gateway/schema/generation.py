@@ -74,6 +74,8 @@ class Generation(msgspec.Struct, frozen=True):
     shown: Shown
     response_grammar: Grammar | None
     """Of the answer; with tools or reasoning it is a part of the output's."""
+    response_param: str
+    """The field that it comes from, for messages."""
     cache_salt: str
     streaming: Streaming | None
     """None: the answer comes in one piece."""

@@ -120,13 +120,27 @@ def _generation(
         stops=parse_stops(body.stop),
         shown=shown,
         response_grammar=response_grammar(body, limits.grammar_bytes_max),
+        response_param=_format_param(body),
         cache_salt=body.cache_salt or "",
         streaming=_streaming(body),
     )
 
 
-def _or(given: bool | None, default: bool) -> bool:
-    return default if given is None else given
+def _format_param(body: Body) -> str:
+    """The field that says what the output looks like; `response_grammar` sees to it that there is
+    one at most."""
+    named = {
+        "structured_outputs": body.structured_outputs,
+        "guided_json": given(body.guided_json),
+        "guided_regex": body.guided_regex,
+        "guided_choice": body.guided_choice,
+        "guided_grammar": body.guided_grammar,
+    }
+    return next((name for name, value in named.items() if value is not None), "response_format")
+
+
+def _or(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
 
 
 def _streaming(body: Body) -> Streaming | None:
