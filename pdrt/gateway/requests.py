@@ -27,7 +27,7 @@ from pdrt.gateway.effects import (
     Submission,
 )
 from pdrt.gateway.prefix_index import Prompt
-from pdrt.gateway.router import Choose, Learn
+from pdrt.gateway.router import Routing
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.gateway_messages import (
     Cancel,
@@ -64,6 +64,8 @@ class _Request(msgspec.Struct):
     attempt: Attempt | None = None
     """The only one whose tokens count; None only while the next is being chosen."""
     attempts: int = 0
+    handed_on: int = 0
+    """Of those, the ones that a worker gave up in good order after it had served: it left."""
     tried: set[Incarnation] = set()
     refused: set[Incarnation] = set()
     cached_tokens: int = 0
@@ -78,15 +80,12 @@ class Requests:
         protocol: ProtocolConfig,
         requests_max: int,
         attempts_max: int,
-        choose: Choose,
-        learn: Learn,
+        router: Routing,
     ) -> None:
-        """`choose(demand, prompt, tried, refused)` is the router, which `learn`s from answers."""
         self._gateway = gateway
         self._requests_max = requests_max
         self._attempts_max = attempts_max
-        self._choose = choose
-        self._learn = learn
+        self._router = router
         self._serial = 0
         self._requests: dict[int, _Request] = {}
         """By serial; at most `requests_max`."""
@@ -151,7 +150,7 @@ class Requests:
         received = len(request.output)
         if message.cached_tokens is not None:
             request.cached_tokens = message.cached_tokens
-            self._learn(attempt.route, message.prefill, message.cached_tokens)
+            self._router.learn(attempt.route, message.prefill, message.cached_tokens)
         if message.first_index > received:
             detail = f"tokens {received} to {message.first_index - 1} are missing"
             return self._give_up(attempt, "gap", detail, now)
@@ -215,7 +214,7 @@ class Requests:
         if attempt is None:
             self.stale["finished_unknown"] += 1
             return []
-        was_running = attempt.state is AttemptState.RUNNING
+        was_running, has_served = attempt.state is AttemptState.RUNNING, not attempt.is_waiting
         self._attempts.move(attempt, AttemptEvent.FINISHED)
         if not was_running:
             return []
@@ -226,6 +225,8 @@ class Requests:
             request.cached_tokens = usage.cached_tokens
         if message.reason in RETRIED:
             request.refused.add(message.worker)
+            # A long stream outlives any number of workers that are restarted one by one.
+            request.handed_on += has_served and message.reason is FinishReason.UNAVAILABLE
             reason = message.reason
             if reason is FinishReason.CANCELLED:
                 reason = FinishReason.UNAVAILABLE
@@ -312,9 +313,9 @@ class Requests:
         if now >= submission.deadline:
             return self._end(serial, FinishReason.DEADLINE, "the request took too long")
         route = None
-        if request.attempts < self._attempts_max:
+        if request.attempts - request.handed_on < self._attempts_max:
             demand = self._attempts.demand()
-            route = self._choose(demand, request.prompt, request.tried, request.refused)
+            route = self._router.choose(demand, request.prompt, request.tried, request.refused)
         if route is None:
             return self._end(serial, reason, detail)
         id = RequestId(self._gateway, serial, request.attempts)

@@ -14,7 +14,8 @@ than one prompt for this reason alone, whatever prefixes they share: a list sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -52,10 +53,18 @@ class Demand(msgspec.Struct, frozen=True):
     """`prefill_tokens` of attempts without a token yet, by the endpoint preferred for them."""
 
 
-Choose = Callable[[Demand, Prompt, Collection[Incarnation], Collection[Incarnation]], Route | None]
-"""As `Router.choose`."""
-Learn = Callable[[Route, Incarnation | None, int], None]
-"""As `Router.learn`."""
+class Routing(Protocol):
+    """What requests ask of a router; see `Router`."""
+
+    def choose(
+        self,
+        demand: Demand,
+        prompt: Prompt,
+        tried: Collection[Incarnation],
+        refused: Collection[Incarnation],
+    ) -> Route | None: ...
+
+    def learn(self, route: Route, prefill: Incarnation | None, cached_tokens: int) -> None: ...
 
 
 class Router:

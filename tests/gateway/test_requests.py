@@ -10,8 +10,8 @@ import pytest
 from pdrt.config import ProtocolConfig
 from pdrt.gateway.attempts import AttemptEvent, Attempts, AttemptState
 from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
-from pdrt.gateway.requests import Requests
 from pdrt.gateway.prefix_index import Prompt
+from pdrt.gateway.requests import Requests
 from pdrt.gateway.router import Demand, Route
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.gateway_messages import (
@@ -38,7 +38,7 @@ class World:
         self.workers = [A, B, C]
         self.demands: list[Demand] = []
         self.learnt: list[tuple[Incarnation | None, int]] = []
-        self.requests = Requests(GATEWAY, ProtocolConfig(), 4, 3, self.choose, self.learn)
+        self.requests = Requests(GATEWAY, ProtocolConfig(), 4, 3, self)
 
     def learn(self, route: Route, prefill: Incarnation | None, cached_tokens: int) -> None:
         self.learnt.append((prefill, cached_tokens))
@@ -175,6 +175,30 @@ def test_an_output_that_is_all_there_needs_no_other_attempt(world: World) -> Non
     world.open()
     world.requests.on_tokens(Tokens(request_id(2), A, 0, (10, EOS)), 3.0)
     assert world.requests.on_worker_lost(A, 4.0) == [Ended(2, FinishReason.STOP)]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.UNAVAILABLE, FinishReason.FAILED])
+def test_workers_that_leave_after_they_served_do_not_use_up_the_attempts(
+    world: World, reason: FinishReason
+) -> None:
+    world.workers = [Incarnation(number) for number in range(1, 8)]
+    world.open()
+    for attempt, worker in enumerate(world.workers[:-1]):
+        world.requests.on_tokens(tokens(attempt, 10, attempt=attempt, worker=worker), 1.0)
+        effects = world.requests.on_finished(finished(reason, attempt, worker), 1.0)
+        if reason is FinishReason.FAILED and attempt == 2:
+            assert effects == [Ended(1, FinishReason.FAILED)]
+            return
+        assert effects[0] == Assigned(1, world.workers[attempt + 1], 3 + attempt + 1)
+
+
+def test_workers_that_leave_before_they_served_do(world: World) -> None:
+    world.workers = [Incarnation(number) for number in range(1, 8)]
+    world.open()
+    for attempt, worker in enumerate(world.workers[:2]):
+        world.requests.on_finished(finished(FinishReason.UNAVAILABLE, attempt, worker), 1.0)
+    last = finished(FinishReason.UNAVAILABLE, 2, Incarnation(3))
+    assert world.requests.on_finished(last, 1.0) == [Ended(1, FinishReason.UNAVAILABLE)]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.FAILED, FinishReason.UNAVAILABLE])
