@@ -17,8 +17,9 @@ from pdrt.gateway.schema.bounds import Limits
 from pdrt.gateway.schema.generation import Generation
 from pdrt.gateway.schema.parsing import parse_tokenize
 from pdrt.model.detokenizer import Detokenizer
-from pdrt.model.fetch import resolve_model
-from pdrt.model.identity import ModelIdentity, read_identity
+from pdrt.model.fetch import resolve_for_gateway
+from pdrt.model.grammar_limits import check_grammar
+from pdrt.model.identity import ModelIdentity, read_served_identity
 from pdrt.model.tokenizer import Tokenizer
 from pdrt.sampling import Grammar
 
@@ -74,26 +75,19 @@ class ServedModel:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Compile it, beside the loop: nothing is computed for an output that cannot be.
+        """Beside the loop: nothing is computed for an output that cannot be.
 
         Raises:
             ApiError: 400 naming `param`.
         """
-
-        def check() -> None:
-            # It carries torch along, which a gateway can do without until then.
-            from pdrt.model.grammar import check_grammar
-
-            check_grammar(grammar)
-
         try:
-            await self.beside(check)
+            await self.beside(lambda: check_grammar(grammar))
         except RequestRefused as error:
             raise invalid(str(error), error.param or param) from None
 
-    def check_name(self, name: str) -> None:
-        """Raises ApiError when another model is meant."""
-        if name != self.name:
+    def check_name(self, name: str | None) -> None:
+        """Raises ApiError when another model is meant; None means this one."""
+        if name is not None and name != self.name:
             message = f"The model '{name[:200]}' does not exist"
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -102,7 +96,7 @@ class ServedModel:
 
         def tokenize() -> tuple[list[int], list[str] | None]:
             asked, prompt, encoding = parse_tokenize(body, limits)
-            self.check_name(self.name if asked.model is None else asked.model)
+            self.check_name(asked.model)
             ids = list(self._preparation.tokenize(prompt, encoding, limits))
             texts = None
             if asked.return_token_strs:
@@ -143,8 +137,7 @@ def load_served_model(config: GatewayConfig) -> tuple[ServedModel, tuple[str, ..
     Raises:
         ModelError: there is no such model, or it cannot be served.
     """
-    directory = resolve_model(config.model, log.info)
-    identity = read_identity(directory)
-    digests = (identity.digest, read_identity(directory, "dummy").digest)
+    directory = resolve_for_gateway(config.model, log.info)
+    identity, digests = read_served_identity(directory)
     name = config.served_model_name or identity.name
     return ServedModel(identity, name, Tokenizer(directory), config.api), digests
