@@ -246,7 +246,7 @@ class Answer:
         match ended.reason:
             case FinishReason.REJECTED:
                 detail = ended.detail or "The request was rejected"
-                return invalid(which + detail, None, "rejected")
+                return invalid(which + detail, choice.plan.blamed(detail), "rejected")
             case FinishReason.OVERLOADED:
                 return overloaded(which + (ended.detail or "The workers are busy"))
             case FinishReason.DEADLINE:

@@ -26,6 +26,15 @@ class Plan(msgspec.Struct, frozen=True):
     """The prompt's text, where it is shown; else empty."""
     continuous_usage: bool
     include_usage: bool
+    grammar_param: str
+    """The field that the grammar comes from."""
+
+    def blamed(self, detail: str) -> str | None:
+        """The field that a worker complains about: it says the kind of a grammar that it cannot
+        compile."""
+        grammar = self.submission.sampling.grammar
+        is_grammar = grammar is not None and detail.startswith(f"{grammar.kind.value}: ")
+        return self.grammar_param if is_grammar else None
 
 
 class Choice:

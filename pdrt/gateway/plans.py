@@ -69,6 +69,7 @@ def choice_plans(prepared: Prepared, met: Circumstances) -> tuple[Plan, ...]:
                     prompt.text,
                     generation.streaming is not None and generation.streaming.continuous_usage,
                     generation.streaming is not None and generation.streaming.include_usage,
+                    prepared.grammar_param,
                 )
             )
     return tuple(plans)

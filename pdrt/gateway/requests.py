@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import msgspec
-
 from pdrt.config import ProtocolConfig
 from pdrt.gateway.attempts import Attempt, AttemptEvent, Attempts, AttemptState
 from pdrt.gateway.effects import (
@@ -27,6 +25,7 @@ from pdrt.gateway.effects import (
     Submission,
 )
 from pdrt.gateway.prefix_index import Prompt
+from pdrt.gateway.request_state import RequestState
 from pdrt.gateway.router import Routing
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.gateway_messages import (
@@ -36,9 +35,7 @@ from pdrt.protocol.gateway_messages import (
     PromptLogprobs,
     Submit,
     Tokens,
-    Usage,
 )
-from pdrt.sampling import Sampling
 
 CREDIT_STRIDE_TOKENS = 16
 """A credit is sent when so many tokens were taken since the last one, or at the next tick."""
@@ -48,27 +45,6 @@ that lost the request (its `Submit` never came, or its `Finished` was dropped) a
 `Finished`, so that no client waits for its deadline."""
 RETRIED = frozenset({FinishReason.FAILED, FinishReason.UNAVAILABLE, FinishReason.CANCELLED})
 """Another worker may do better. CANCELLED: the worker took this gateway for lost."""
-
-
-class _Request(msgspec.Struct):
-    submission: Submission
-    prompt: Prompt
-    lacks_prompt_logprobs: bool
-    """They are asked for and have not come: nothing is delivered while it is so."""
-    output: list[int] = []
-    """Tokens received; never more than `max_tokens`. Delivered, but for those in `held`."""
-    held: list[Deliver] = []
-    """Held back while the prompt's log probabilities are missing; together they are `output`."""
-    taken: int = 0
-    """Of those, taken by the client."""
-    attempt: Attempt | None = None
-    """The only one whose tokens count; None only while the next is being chosen."""
-    attempts: int = 0
-    handed_on: int = 0
-    """Of those, the ones that a worker gave up in good order after it had served: it left."""
-    tried: set[Incarnation] = set()
-    refused: set[Incarnation] = set()
-    cached_tokens: int = 0
 
 
 class Requests:
@@ -87,7 +63,7 @@ class Requests:
         self._attempts_max = attempts_max
         self._router = router
         self._serial = 0
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, RequestState] = {}
         """By serial; at most `requests_max`."""
         self._attempts = Attempts(protocol)
         """The RUNNING ones are exactly the `attempt`s of `_requests`."""
@@ -117,7 +93,7 @@ class Requests:
             return serial, [Ended(serial, FinishReason.OVERLOADED, detail)]
         asks_prompt = submission.sampling.prompt_logprobs is not None
         prompt = Prompt(submission.token_ids, submission.cache_salt, may_reuse=not asks_prompt)
-        self._requests[serial] = _Request(submission, prompt, asks_prompt)
+        self._requests[serial] = RequestState(submission, prompt, asks_prompt)
         no_worker = "no pair of workers can serve now"
         return serial, self._next_attempt(serial, FinishReason.UNAVAILABLE, no_worker, now)
 
@@ -166,7 +142,7 @@ class Requests:
         if not token_ids:
             return []
         request.output.extend(token_ids)
-        cached, logprobs = self._cached(request), message.logprobs[fresh]
+        cached, logprobs = request.cached, message.logprobs[fresh]
         deliver = Deliver(serial, token_ids, cached, logprobs, message.prefill)
         if request.lacks_prompt_logprobs:
             request.held.append(deliver)
@@ -189,7 +165,7 @@ class Requests:
         request.cached_tokens = message.cached_tokens
         request.lacks_prompt_logprobs = False
         held, request.held = request.held, []
-        cached = self._cached(request)
+        cached = request.cached
         return [DeliverPrompt(serial, message.logprobs, cached, message.prefill), *held]
 
     def _heard(self, message: Tokens | PromptLogprobs, now: float) -> Attempt | list[Effect]:
@@ -232,21 +208,10 @@ class Requests:
                 reason = FinishReason.UNAVAILABLE
             return self._next_attempt(serial, reason, message.detail, now)
         if message.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            missing = self._missing(request, usage)
+            missing = request.missing(usage)
             if missing is not None:
                 return self._next_attempt(serial, FinishReason.FAILED, missing, now)
         return self._end(serial, message.reason, message.detail)
-
-    def _missing(self, request: _Request, usage: Usage | None) -> str | None:
-        """What a good end should have come after, in words."""
-        if request.lacks_prompt_logprobs:
-            return "the log probabilities of the prompt are missing"
-        if usage is None:
-            return None
-        # Prefill samples a token even when none is wanted: it is no part of the output.
-        tokens = min(usage.output_tokens, request.submission.sampling.max_tokens)
-        missing = tokens - len(request.output)
-        return f"the last {missing} tokens are missing" if missing > 0 else None
 
     def on_undelivered(self, request_id: RequestId, now: float) -> list[Effect]:
         """The `Submit` of this attempt was refused by the socket."""
@@ -303,8 +268,7 @@ class Requests:
         """Submit to the next worker, or end the request with `reason` and `detail`."""
         request = self._requests[serial]
         request.attempt = None
-        if request.held:
-            request.output, request.held = [], []
+        request.give_up_held()
         submission, output = request.submission, request.output
         is_first = request.attempts == 0
         ended = None if is_first else submission.is_complete(output)
@@ -328,7 +292,7 @@ class Requests:
             route.decode,
             submission.token_ids,
             tuple(output),
-            self._sampling(request),
+            request.sampling(),
             submission.deadline - now,
             route.prefill_endpoints,
             submission.cache_salt,
@@ -336,20 +300,9 @@ class Requests:
         )
         return [Assigned(serial, route.decode, recomputed), Send(submit)]
 
-    def _sampling(self, request: _Request) -> Sampling:
-        """What is still to be asked for."""
-        sampling = request.submission.sampling
-        if sampling.prompt_logprobs is None or request.lacks_prompt_logprobs:
-            return sampling
-        return msgspec.structs.replace(sampling, prompt_logprobs=None)
-
     def _end(self, serial: int, reason: FinishReason, detail: str = "") -> list[Effect]:
         request = self._requests.pop(serial)
-        return [Ended(serial, reason, detail, self._cached(request))]
-
-    def _cached(self, request: _Request) -> int:
-        # A later attempt's prompt holds output too, which is no part of the client's prompt.
-        return min(request.cached_tokens, len(request.submission.token_ids))
+        return [Ended(serial, reason, detail, request.cached)]
 
     def _answer_unknown(self, message: Tokens | PromptLogprobs) -> list[Effect]:
         """An attempt that was given up with its worker, which has come back: stop it."""
@@ -365,8 +318,4 @@ class Requests:
         current = {r.attempt.id for r in self._requests.values() if r.attempt is not None}
         assert self._attempts.running() == current
         for serial, request in self._requests.items():
-            assert request.attempt is not None and request.attempt.id.serial == serial
-            held = [token for deliver in request.held for token in deliver.token_ids]
-            assert held == (request.output if request.lacks_prompt_logprobs else [])
-            assert request.taken <= len(request.output) - len(held)
-            assert len(request.output) <= request.submission.sampling.max_tokens
+            request.check_invariants(serial)

@@ -83,7 +83,7 @@ class ServedModel:
         try:
             await self.beside(lambda: check_grammar(grammar))
         except RequestRefused as error:
-            raise invalid(str(error), error.param or param) from None
+            raise invalid(f"Invalid value for '{param}': {error}", param) from None
 
     def check_name(self, name: str | None) -> None:
         """Raises ApiError when another model is meant; None means this one."""
