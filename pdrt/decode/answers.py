@@ -8,12 +8,20 @@ import msgspec
 
 from pdrt.ids import Incarnation
 from pdrt.observe.metrics import Metrics
+from pdrt.observe.tracing import Attributes, Tracer
 from pdrt.protocol.gateway_messages import Finished, PromptLogprobs, Submit, Tokens, Usage
 from pdrt.sampling import TokenLogprobs
 from pdrt.scheduling.decode import DecodeRequest, End
 from pdrt.transfer.gateway_link import GatewayLinks
 
 log = logging.getLogger(__name__)
+
+SPAN_BY_PHASE = {
+    "queued": "decode.queue",
+    "prefill": "decode.prefill_wait",
+    "transfer": "decode.transfer_wait",
+    "decode": "decode.generate",
+}
 
 
 class Spoken(msgspec.Struct, frozen=True):
@@ -32,16 +40,20 @@ class Spoken(msgspec.Struct, frozen=True):
 class Answers:
     """Tells what was decided. Changes nothing of a request but what it has been told."""
 
-    def __init__(self, worker: Incarnation, links: GatewayLinks, metrics: Metrics) -> None:
+    def __init__(
+        self, worker: Incarnation, links: GatewayLinks, metrics: Metrics, tracer: Tracer
+    ) -> None:
         self._worker = worker
         self._links = links
         self._metrics = metrics
+        self._tracer = tracer
 
     def token(self, request: DecodeRequest, spoken: Spoken) -> None:
         """One more output token."""
         if spoken.index:
             self._metrics.observe_itl(spoken.at - request.last_token_at)
         request.last_token_at = spoken.at
+        self._metrics.count_output_tokens(1)
         self._links.send(
             Tokens(
                 request.request,
@@ -82,12 +94,28 @@ class Answers:
                 "room": request.last_room or "-",
                 "outcome": end.reason.value,
                 "why": end.detail or "-",
-                "prompt": request.prompt_tokens,
-                "output": request.output_tokens,
+                "prompt_tokens": request.prompt_tokens,
+                "output_tokens": request.output_tokens,
+                "cached_tokens": request.cached_tokens,
                 "seconds": now - request.arrived_at,
-                **request.timings,
+                **{f"{phase}_seconds": spent for phase, spent in request.timings.items()},
             },
         )
+        if self._tracer.is_on:
+            self._trace(request, end)
+
+    def _trace(self, request: DecodeRequest, end: End) -> None:
+        parent = request.context.traceparent
+        attributes: Attributes = {
+            "pdrt.request": str(request.request),
+            "pdrt.request_id": request.context.request_id,
+            "pdrt.output_tokens": request.output_tokens,
+            "pdrt.outcome": end.reason.value,
+        }
+        for phase in request.phases:
+            name, room = SPAN_BY_PHASE[phase.name], str(phase.room or "")
+            of_phase = {**attributes, "pdrt.room": room}
+            self._tracer.record(name, parent, phase.began_at, phase.ended_at, of_phase)
 
     def preempted(self, request: DecodeRequest) -> None:
         """It has given its pages up, and resumes by a new room."""
@@ -101,3 +129,7 @@ class Answers:
                 "tokens": len(request.tokens),
             },
         )
+
+    def stepped(self, seconds: float, sequences: int) -> None:
+        """A step is over."""
+        self._metrics.observe_step(seconds, sequences, sequences)

@@ -12,6 +12,7 @@ import msgspec
 from pdrt import __version__
 from pdrt.config import WorkerConfig
 from pdrt.decode.handover import Handover
+from pdrt.decode.pages import DecodePages
 from pdrt.ids import Incarnation, short
 from pdrt.kv.pages import PageTable
 from pdrt.model.executor import Executor
@@ -43,6 +44,7 @@ class Seen(Protocol):
     pages: PageTable
     metrics: Metrics
     scheduler: DecodeScheduler
+    kv: DecodePages
     table: LeaseTable
     handover: Handover
     links: GatewayLinks
@@ -126,6 +128,9 @@ class DecodeView:
         stale = worker.table.stale + worker.links.stale
         self._bridge.pass_on("rejected", rejected, metrics.count_rejected_frame)
         self._bridge.pass_on("stale", stale, metrics.count_stale_message)
+        cache = worker.kv.cache
+        self._bridge.pass_on("prefix_pages", cache.counts, metrics.count_prefix_cache_pages)
+        self._bridge.pass_on("prefix_tokens", cache.tokens, metrics.count_prefix_cache_tokens)
         self._bridge.pass_on("fences", {"local": worker.table.fences}, metrics.count_fence)
         return metrics.render()
 
@@ -160,6 +165,11 @@ class DecodeView:
             "quarantine": [_lease(lease, now) for lease in quarantined[:ROWS_MAX]],
             "requests": [_request(r, now) for r in _newest(worker.scheduler.requests)],
             "requests_by_state": self._in_flight(),
+            "prefix_cache": {
+                "pages": len(worker.kv.cache),
+                "events": dict(worker.kv.cache.counts),
+                "tokens": dict(worker.kv.cache.tokens),
+            },
             "writers": self._writers(),
             "gateways": worker.links.gateways(),
             "queued": worker.scheduler.queued,

@@ -23,7 +23,9 @@ from pdrt.ids import Incarnation, RequestId, new_incarnation, short
 from pdrt.kv.pages import PageTable
 from pdrt.model.executor import Executor
 from pdrt.observe.metrics import Metrics
+from pdrt.observe.tracing import Tracer
 from pdrt.observe.worker_http import WorkerHttp
+from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.protocol.gateway_messages import (
     Cancel,
     Credit,
@@ -76,6 +78,7 @@ class DecodeWorker:
         self.kv = DecodePages(self.pages, executor.layout, config.scheduler.enable_prefix_caching)
         self.view = DecodeView(self)
         self.metrics = Metrics("decode", short(self.incarnation))
+        self.tracer = Tracer(config.observe.otlp_endpoint, "decode", short(self.incarnation))
         identity = executor.identity
         self.fingerprint = Fingerprint(identity.name, identity.digest, executor.layout)
         self.scheduler = DecodeScheduler(
@@ -102,7 +105,7 @@ class DecodeWorker:
         self.links.on_request = self._on_request
         self.links.on_gateway_lost = self._on_gateway_lost
         self.links.on_endpoints = self._on_endpoints
-        self.answers = Answers(self.incarnation, self.links, self.metrics)
+        self.answers = Answers(self.incarnation, self.links, self.metrics, self.tracer)
         self.grammars = Grammars(
             executor,
             self.loop,
@@ -143,6 +146,7 @@ class DecodeWorker:
         finally:
             self.handover.close()
             self.links.close()
+            self.tracer.close()
 
     # Requests
 
@@ -259,6 +263,7 @@ class DecodeWorker:
     # Time, and the end
 
     def _tick(self, now: float) -> None:
+        self.metrics.observe_tick(now, TICK_SECONDS)
         self.links.drain()
         self.handover.drain()
         self.table.set_load(self.view.load())

@@ -39,6 +39,19 @@ class End(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+PHASES_MAX = 64
+"""Remembered of one request, the latest: sixteen rooms."""
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """What a request was doing, from when to when: queued, prefill, transfer or decode."""
+
+    name: str
+    began_at: float
+    ended_at: float
+    room: RoomId | None
+
+
 class PagesWanted(msgspec.Struct, frozen=True):
     """Of one room: pages of the prompt, and pages that its request needs to begin with."""
 
@@ -89,7 +102,8 @@ class DecodeRequest:
         """Set when it ended during a step: it leaves after the step."""
         self.last_token_at = now
         self.timings: dict[str, float] = {}
-        """Seconds by phase: queued, prefill, transfer, decode; summed over rooms."""
+        """Seconds by phase, summed over rooms."""
+        self.phases: deque[Phase] = deque(maxlen=PHASES_MAX)
         self.phase_began_at = now
 
     @property
@@ -100,6 +114,7 @@ class DecodeRequest:
         """What it has been doing since the phase before counts up to now."""
         spent = now - self.phase_began_at
         self.timings[phase] = self.timings.get(phase, 0.0) + spent
+        self.phases.append(Phase(phase, self.phase_began_at, now, self.last_room))
         self.phase_began_at = now
 
     def end_last_phase(self, now: float) -> None:
