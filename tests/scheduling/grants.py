@@ -34,24 +34,25 @@ def grant(serial: int, length: int) -> Grant:
     )
 
 
+def prompt(serial: int, length: int) -> tuple[int, ...]:
+    """One of a family: a longer one goes on where a shorter one of the same `serial` ends."""
+    return tuple(range(100 * serial, 100 * serial + length))
+
+
 def submit(
     serial: int,
     length: int = 5,
     output: Sequence[int] = (),
     sampling: Sampling | None = None,
     seconds_max: float = 60.0,
-    like: int | None = None,
-    cache_salt: str = "",
 ) -> Submit:
-    """A prompt that begins as that of request `like` does, and as no other's."""
-    begin = 100 * (like or serial)
+    """A prompt that begins as no other's does."""
     return Submit(
         request=RequestId(GATEWAY, serial, 1),
         worker=DECODE,
-        token_ids=tuple(range(begin, begin + length)),
+        token_ids=prompt(serial, length),
         output_token_ids=tuple(output),
         sampling=sampling or Sampling(max_tokens=20),
         seconds_max=seconds_max,
         prefill_endpoints=(),
-        cache_salt=cache_salt,
     )
