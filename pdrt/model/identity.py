@@ -64,7 +64,9 @@ def read_identity(directory: Path, load_format: LoadFormat = "auto") -> ModelIde
     generation = {}
     if (directory / "generation_config.json").exists():
         generation = read_json(directory / "generation_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
     return ModelIdentity(
         name=hub_id_of(directory) or directory.name,
         digest=_digest(directory, config, load_format),

@@ -92,6 +92,8 @@ def test_pointers_of_git_lfs_are_told(directory: Path) -> None:
 def test_generation_config_names_the_ends(directory: Path) -> None:
     edit(directory / "generation_config.json", eos_token_id=[2, 5])
     assert read_identity(directory).eos_token_ids == (2, 5)
+    edit(directory / "generation_config.json", eos_token_id=None)
+    assert read_identity(directory).eos_token_ids == (EOS_ID,)
     (directory / "generation_config.json").unlink()
     assert read_identity(directory).eos_token_ids == (EOS_ID,)
 
