@@ -39,41 +39,46 @@ Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
 def merged(deltas: list[Delta]) -> list[Delta]:
     """The same with neighbours joined and empty ones left out: as few events as there can be."""
     result: list[Delta] = []
-    run: list[str] = []
-    kind: Content | Reasoning | ToolCallArguments | None = None
+    texts: list[str] = []
+    """Of those that are the last of `result` together."""
 
-    def end_run() -> None:
-        if kind is not None and run:
-            result.append(_with_text(kind, "".join(run)))
-        run.clear()
+    def join() -> None:
+        if len(texts) > 1:
+            result[-1] = _with_text(result[-1], "".join(texts))
 
     for delta in deltas:
-        if isinstance(delta, ToolCallStart):
-            end_run()
-            kind = None
-            result.append(delta)
+        text = _text(delta)
+        if text == "":
             continue
-        if kind is None or not _continues(kind, delta):
-            end_run()
-            kind = delta
-        text = delta.json_text if isinstance(delta, ToolCallArguments) else delta.text
-        if text:
-            run.append(text)
-    end_run()
+        if text is None or not result or not _continues(result[-1], delta):
+            join()
+            result.append(delta)
+            texts.clear()
+        texts.append(text or "")
+    join()
     return result
 
 
+def _text(delta: Delta) -> str | None:
+    """None of a call's start, which is whole."""
+    match delta:
+        case ToolCallStart():
+            return None
+        case ToolCallArguments():
+            return delta.json_text
+        case _:
+            return delta.text
+
+
 def _continues(last: Delta, delta: Delta) -> bool:
-    if isinstance(last, ToolCallArguments) and isinstance(delta, ToolCallArguments):
-        return last.index == delta.index
-    return type(last) is type(delta)
+    return type(last) is type(delta) and getattr(last, "index", 0) == getattr(delta, "index", 0)
 
 
-def _with_text(kind: Content | Reasoning | ToolCallArguments, text: str) -> Delta:
-    match kind:
+def _with_text(delta: Delta, text: str) -> Delta:
+    match delta:
         case ToolCallArguments(index):
             return ToolCallArguments(index, text)
-        case Content():
-            return Content(text)
         case Reasoning():
             return Reasoning(text)
+        case _:
+            return Content(text)

@@ -85,7 +85,7 @@ def _content(message: Message, param: str) -> str:
         return content
     if content is not None:
         return "".join([part.text for part in content])
-    if message.role == "assistant" and message.tool_calls:
+    if message.tool_calls or message.reasoning_content or message.reasoning:
         return ""  # templates add it to text, which null cannot be
     raise invalid(f"Missing required field '{param}.content'", f"{param}.content")
 

@@ -134,13 +134,12 @@ class Reader:
 
     def _pending(self, markers: Sequence[str]) -> int:
         """Length of the longest end of the text that begins a marker."""
-        unread = len(self._text) - self._at
-        return max(
-            (
-                length
-                for marker in markers
-                for length in range(1, min(len(marker), unread + 1))
-                if self._text.endswith(marker[:length])
-            ),
-            default=0,
-        )
+        longest = 0
+        for marker in markers:
+            at = max(self._at, len(self._text) - len(marker) + 1)
+            while (at := self._text.find(marker[0], at)) >= 0:
+                if marker.startswith(self._text[at:]):
+                    longest = max(longest, len(self._text) - at)
+                    break
+                at += 1
+        return longest

@@ -30,7 +30,7 @@ def test_text() -> None:
     assert converted(
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": parts, "name": "Ann"},
-        {"role": "assistant", "content": "", "reasoning_content": "Hm."},
+        {"role": "assistant", "content": None, "reasoning": "Hm."},
     ) == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab", "name": "Ann"},
