@@ -122,6 +122,7 @@ def deploy(tokenizer: Tokenizer) -> Iterator[Deploy]:
     @asynccontextmanager
     async def start(**fields: Any) -> AsyncIterator[Deployment]:
         max_model_len = fields.pop("max_model_len", 512)
+        used: Tokenizer = fields.pop("tokenizer", tokenizer)
         api = ApiConfig(**fields.pop("api", {}))
         protocol = ProtocolConfig(silence_seconds=0.5, **fields.pop("protocol", {}))
         config = GatewayConfig(
@@ -131,13 +132,13 @@ def deploy(tokenizer: Tokenizer) -> Iterator[Deploy]:
             "tiny", "d1", max_model_len, tokenizer.vocab_size, (EOS_ID,), "LlamaForCausalLM"
         )
         announced: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        model = ServedModel(identity, "tiny", tokenizer)
+        model = ServedModel(identity, "tiny", used, api)
         task = asyncio.create_task(serve(config, model, ("d1",), announced.set_result))
         try:
             await asyncio.wait({task, announced}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
-            deployment = Deployment(announced.result(), tokenizer)
+            deployment = Deployment(announced.result(), used)
             try:
                 yield deployment
                 await _check(deployment)
