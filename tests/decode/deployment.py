@@ -12,7 +12,7 @@ import msgspec
 from pdrt.config import ProtocolConfig, SchedulerConfig, WorkerConfig
 from pdrt.decode.worker import DecodeWorker
 from pdrt.ids import Incarnation, RequestId, new_incarnation, routing_id
-from pdrt.kv.pages import OwnerKind
+from pdrt.kv.pages import OwnerKind, PageTable
 from pdrt.prefill.worker import PrefillWorker
 from pdrt.protocol.codec import Decoder, encode
 from pdrt.protocol.gateway_messages import (
@@ -330,6 +330,11 @@ class Pair:
         finished = await stream.end()
         assert finished.reason is FinishReason.LENGTH, finished
         assert stream.tokens == output_of(prompt, 4)
+
+
+def in_use(pages: PageTable, kind: OwnerKind) -> int:
+    """Pages that owners of `kind` own, and cached ones that they hold."""
+    return pages.count(kind) + sum(map(len, pages.held_by(kind).values()))
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:

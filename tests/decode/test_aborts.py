@@ -11,7 +11,7 @@ import pytest
 from pdrt.kv.pages import OwnerKind
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.protocol.messages import Reason
-from tests.decode.deployment import SCHEDULER, Pair, Stream, deployed, prompt_of, until
+from tests.decode.deployment import SCHEDULER, Pair, Stream, deployed, in_use, prompt_of, until
 from tests.prefill.executor import output_of
 from tests.transfer.copies import CopyGate
 
@@ -41,8 +41,8 @@ async def test_while_prefilling(pair: Pair) -> None:
     await cancelled(pair, stream)
     # The forward still fills source pages, and the writer has not drained.
     await until(lambda: any(r.reason for r in pair.prefill.table.rooms.values()), "the Revoke")
-    assert pair.prefill.pages.count(OwnerKind.ROOM) == 10
-    assert pair.decode.pages.count(OwnerKind.LEASE) == 11
+    assert in_use(pair.prefill.pages, OwnerKind.ROOM) == 10
+    assert in_use(pair.decode.pages, OwnerKind.LEASE) == 11
     pair.prefill_executor.gate.set()
     await pair.deployment.quiet()
     assert len(pair.prefill_executor.steps) == 1, "chunks are computed for nobody"
@@ -67,8 +67,8 @@ async def test_between_first_token_and_drain(pair: Pair, copies: CopyGate) -> No
     await cancelled(pair, stream)
     await until(lambda: any(r.reason for r in pair.prefill.table.rooms.values()), "the Revoke")
     # The copy is outstanding: it reads the source and may write into the target.
-    assert pair.prefill.pages.count(OwnerKind.ROOM) == 3
-    assert pair.decode.pages.count(OwnerKind.LEASE) == 3
+    assert in_use(pair.prefill.pages, OwnerKind.ROOM) == 3
+    assert in_use(pair.decode.pages, OwnerKind.LEASE) == 3
     copies.open()
     await pair.deployment.quiet()
     await pair.serves()
@@ -125,7 +125,7 @@ async def test_a_first_token_that_stops_revokes_the_rest(pair: Pair, copies: Cop
     stream = pair.submit(prompt_of(10), 8, stop_token_ids=tuple(wanted))
     assert (await stream.end()).reason is FinishReason.STOP
     assert [x.reason for x in pair.decode.table.leases.values()] == [Reason.FINISHED]
-    assert pair.decode.pages.count(OwnerKind.LEASE) == 3
+    assert in_use(pair.decode.pages, OwnerKind.LEASE) == 3
     copies.open()
 
 

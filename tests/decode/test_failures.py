@@ -29,6 +29,7 @@ from tests.decode.deployment import (
     GatewayPeer,
     Pair,
     deployed,
+    in_use,
     prompt_of,
     until,
 )
@@ -163,10 +164,10 @@ async def test_a_room_task_breaks_during_a_forward(
     task.post("nonsense")  # type: ignore[arg-type]
     for _ in range(10):
         await pair.gateway.inspect(pair.prefill.incarnation)
-    assert pair.prefill.pages.count(OwnerKind.ROOM) == 10
+    assert in_use(pair.prefill.pages, OwnerKind.ROOM) == 10
     pair.prefill_executor.gate.set()
     await until(lambda: killed, "the fence")
-    assert pair.decode.pages.count(OwnerKind.LEASE) >= 11
+    assert in_use(pair.decode.pages, OwnerKind.LEASE) >= 11
     # Its death, which cannot be arranged for this process.
     writer = pair.prefill.incarnation
     endpoint = pair.prefill.handover.endpoint
@@ -186,12 +187,12 @@ async def test_an_unsettled_write_is_fenced_and_frees_nothing_before(
         await until(lambda: killed, "the fence")
         for _ in range(5):
             await pair.gateway.inspect(pair.decode.incarnation)
-        assert pair.decode.pages.count(OwnerKind.LEASE) == 3
-        assert pair.prefill.pages.count(OwnerKind.ROOM) == 3
+        assert in_use(pair.decode.pages, OwnerKind.LEASE) == 3
+        assert in_use(pair.prefill.pages, OwnerKind.ROOM) == 3
         assert len(killed) == 1
         copies.open()
         await until(lambda: not pair.prefill.scheduler.jobs, "the end of its engine instance")
-        assert pair.decode.pages.count(OwnerKind.LEASE) == 3, "only death is a proof"
+        assert in_use(pair.decode.pages, OwnerKind.LEASE) == 3, "only death is a proof"
         writer, endpoint = pair.prefill.incarnation, pair.prefill.handover.endpoint
         pair.decode.handover.apply(pair.decode.table.writer_dead(endpoint, writer, 0.0))
         pair.cancel(stream)

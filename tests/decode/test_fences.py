@@ -16,7 +16,7 @@ from pdrt.kv.pages import OwnerKind
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
 from pdrt.transfer.processes import ProcessHandle
-from tests.decode.deployment import PROTOCOL, Deployment, GatewayPeer, prompt_of, until
+from tests.decode.deployment import PROTOCOL, Deployment, GatewayPeer, in_use, prompt_of, until
 from tests.prefill import process
 from tests.prefill.executor import StandInExecutor, output_of
 from tests.transfer.forked import Forked
@@ -109,7 +109,7 @@ async def test_a_writer_that_is_stopped_in_mid_prefill(fences: Fences) -> None:
     os.kill(first.pid, signal.SIGSTOP)
     await until(lambda: not fences.decode.table.usable_endpoints(), "its loss")
     # Lost is not dead: the request lets go of the room, the room keeps its pages.
-    assert fences.decode.pages.count(OwnerKind.LEASE) == 11
+    assert in_use(fences.decode.pages, OwnerKind.LEASE) == 11
     assert fences.decode.table.quarantined_pages(1e12) == 11
     await until(lambda: fences.decode.scheduler.queued == 1, "the request")
     assert "freed" not in fences.events
@@ -130,7 +130,7 @@ async def test_a_writer_that_wakes_in_time_is_not_killed(fences: Fences) -> None
     await until(lambda: "step of 1" in first.said, "prefill")
     os.kill(first.pid, signal.SIGSTOP)
     await until(lambda: fences.decode.scheduler.queued == 1, "its loss")
-    assert fences.decode.pages.count(OwnerKind.LEASE) == 11
+    assert in_use(fences.decode.pages, OwnerKind.LEASE) == 11
     os.kill(first.pid, signal.SIGCONT)
     first.connection.send("open")
     await fences.served(stream, prompt)
@@ -144,7 +144,7 @@ async def test_a_writer_that_dies_in_mid_transfer(fences: Fences) -> None:
     prompt = prompt_of(40)
     stream = fences.submit(prompt)
     await until(lambda: "copy" in first.said, "a copy")
-    assert fences.decode.pages.count(OwnerKind.LEASE) == 11
+    assert in_use(fences.decode.pages, OwnerKind.LEASE) == 11
     first.process.kill()
     await until(lambda: "freed" in fences.events, "its pages")
     assert fences.events == ["dead", "freed"]
@@ -161,7 +161,7 @@ async def test_a_client_that_leaves_while_the_writer_hangs(fences: Fences) -> No
     os.kill(first.pid, signal.SIGSTOP)
     fences.gateway.cancel(fences.decode.incarnation, stream)
     assert (await stream.end()).reason is FinishReason.CANCELLED
-    assert fences.decode.pages.count(OwnerKind.LEASE) == 11
+    assert in_use(fences.decode.pages, OwnerKind.LEASE) == 11
     assert fences.events == []
     await until(lambda: "freed" in fences.events, "its pages")
     assert fences.events == ["killed", "dead", "freed"]

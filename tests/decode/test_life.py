@@ -9,7 +9,7 @@ from pdrt.kv.pages import Owner, OwnerKind
 from pdrt.protocol.codec import encode
 from pdrt.protocol.gateway_messages import FinishReason, Usage
 from pdrt.sampling import Sampling
-from tests.decode.deployment import SCHEDULER, Pair, deployed, prompt_of, until
+from tests.decode.deployment import SCHEDULER, Pair, deployed, in_use, prompt_of, until
 from tests.prefill.executor import output_of
 from tests.transfer.copies import CopyGate
 
@@ -44,7 +44,7 @@ async def test_first_token_is_streamed_before_the_transfer(pair: Pair, copies: C
     await stream.reach(1)
     assert stream.tokens == output_of(prompt, 1)
     assert stream.finished is None
-    assert pair.decode.pages.count(OwnerKind.LEASE) == 3
+    assert in_use(pair.decode.pages, OwnerKind.LEASE) == 3
     assert not pair.decode_executor.steps
     copies.open()
     await stream.end()
