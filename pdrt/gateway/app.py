@@ -31,11 +31,26 @@ from pdrt.gateway.tokenization import Tokenization
 
 def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
     """Everything a client can reach."""
+    app = Starlette(
+        routes=api_routes(hub, model, config),
+        middleware=[Middleware(ApiKey, keys=config.api.api_key)] if config.api.api_key else [],
+        exception_handlers={
+            ApiError: on_api_error,
+            HTTPException: on_http_error,
+            Exception: on_bug,
+        },
+    )
+    # Outside of the keys: browsers ask beforehand, and send none then.
+    return RequestIds(_with_cors(Compression(app), config.api.cors_origin))
+
+
+def api_routes(hub: Hub, model: ServedModel, config: GatewayConfig) -> list[Route]:
+    """Every route that `openapi` describes."""
     admission = Admission(hub, model.identity, config)
     completions = Completions(hub, model, admission, config)
     tokenization = Tokenization(model, admission, config)
     operations = Operations(hub, model, openapi(bool(config.api.api_key), OPEN_PATHS))
-    routes = [
+    return [
         Route("/v1/chat/completions", completions.chat, methods=["POST"]),
         Route("/v1/completions", completions.completion, methods=["POST"]),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
@@ -52,17 +67,6 @@ def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
         Route("/workers/{worker}/gone", operations.gone, methods=["POST"]),
         Route("/debug/check", operations.check),
     ]
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(ApiKey, keys=config.api.api_key)] if config.api.api_key else [],
-        exception_handlers={
-            ApiError: on_api_error,
-            HTTPException: on_http_error,
-            Exception: on_bug,
-        },
-    )
-    # Outside of the keys: browsers ask beforehand, and send none then.
-    return RequestIds(_with_cors(Compression(app), config.api.cors_origin))
 
 
 def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:

@@ -131,6 +131,14 @@ OPERATIONS = (
         errors=(404, 409),
         parameters=("worker",),
     ),
+    Operation(
+        "post",
+        "/workers/{worker}/gone",
+        "Say that a worker's process is dead, so that nobody waits for it",
+        {JSON: ANY_OBJECT},
+        errors=(404, 409),
+        parameters=("worker",),
+    ),
     Operation("get", "/openapi.json", "This description", {JSON: ANY_OBJECT}),
 )
 

@@ -1,0 +1,134 @@
+"""What surrounds every endpoint: CORS, gzip both ways, API keys."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from typing import Any
+
+import pytest
+
+from pdrt.gateway.compression import takes_gzip, unpack
+from pdrt.gateway.errors import ApiError
+from tests.gateway.conftest import KEY, Deploy, Deployment, eventually
+from tests.gateway.stand_in import begins, says
+
+ORIGIN = "https://app.example"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "x"}
+
+
+async def test_a_browser_may_ask_from_an_origin_that_is_allowed(deploy: Deploy) -> None:
+    async with deploy(api={"cors_origin": (ORIGIN,), "api_key": (KEY, "k2")}) as deployment:
+        _, decode = await deployment.pair()
+        decode.on_submit = says(decode, deployment.ids("a"))
+        preflight = {
+            "origin": ORIGIN,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+            "authorization": "",
+        }
+        response = await deployment.http.options("/v1/completions", headers=preflight)
+        assert response.status_code == 200, "asked without a key"
+        assert response.headers["access-control-allow-origin"] == ORIGIN
+        assert "POST" in response.headers["access-control-allow-methods"]
+        headers = {"origin": ORIGIN, "authorization": "Bearer k2"}
+        response = await deployment.http.post("/v1/completions", json=BODY, headers=headers)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == ORIGIN
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
+        refused = await deployment.http.post("/v1/completions", json={}, headers=headers)
+        assert refused.headers["access-control-allow-origin"] == ORIGIN, "errors can be read too"
+        for origin in ("https://evil.example", "null"):
+            response = await deployment.http.get("/health", headers={"origin": origin})
+            assert "access-control-allow-origin" not in response.headers
+
+
+async def test_without_the_flag_no_origin_may(deployment: Deployment) -> None:
+    response = await deployment.http.get("/health", headers={"origin": ORIGIN})
+    assert "access-control-allow-origin" not in response.headers
+
+
+async def test_each_of_several_keys_opens(deploy: Deploy) -> None:
+    async with deploy(api={"api_key": (KEY, "k2")}) as deployment:
+        for key, status in ((KEY, 200), ("k2", 200), ("k", 401), (f"{KEY}k2", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            response = await deployment.http.get("/v1/models", headers=headers)
+            assert response.status_code == status
+
+
+async def test_a_large_answer_is_packed_and_a_small_one_is_not(deployment: Deployment) -> None:
+    _, decode = await deployment.pair()
+    decode.on_submit = says(decode, deployment.ids("a"))
+    for path, text in (("/v1/completions", "x" * 400), ("/v1/completions", "x")):
+        body = {**BODY, "prompt": text, "echo": True, "logprobs": 1}
+        plain, packed = [
+            await deployment.http.post(path, json=body, headers={"accept-encoding": encoding})
+            for encoding in ("identity", "br, gzip;q=0.5")
+        ]
+        assert "content-encoding" not in plain.headers
+        is_large = len(plain.content) > 1024
+        assert packed.headers.get("content-encoding") == ("gzip" if is_large else None)
+        assert packed.headers["vary"] == "Accept-Encoding"
+        assert packed.json()["choices"] == plain.json()["choices"]
+
+
+async def test_events_are_never_packed(deployment: Deployment) -> None:
+    _, decode = await deployment.pair()
+    decode.on_submit = begins(decode, deployment.ids("abc"), 1)
+    body = {**BODY, "stream": True}
+    headers = {"accept-encoding": "gzip"}
+    async with deployment.http.stream(
+        "POST", "/v1/completions", json=body, headers=headers
+    ) as response:
+        assert "content-encoding" not in response.headers
+        chunk = await anext(aiter(response.aiter_bytes()))
+        assert chunk.startswith(b"data: {"), "it arrives while the output goes on"
+    await eventually(lambda: decode.cancels, "cancelled upstream")
+
+
+async def test_a_packed_request(deployment: Deployment) -> None:
+    _, decode = await deployment.pair()
+    decode.on_submit = says(decode, deployment.ids("a"))
+    packed = gzip.compress(json.dumps(BODY).encode())
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    response = await deployment.http.post("/v1/completions", content=packed, headers=headers)
+    assert response.status_code == 200 and response.json()["choices"][0]["text"] == "a"
+    for encoding, content, status in (
+        ("br", packed, 415),
+        ("gzip", b"no gzip", 400),
+        ("gzip", packed[:-4], 400),
+        ("gzip", packed + b"x", 400),
+        ("gzip", b"", 400),
+    ):
+        headers = {"content-encoding": encoding}
+        response = await deployment.http.post("/v1/completions", content=content, headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (status, "Content-Encoding")
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
+    bomb = gzip.compress(b"\0" * 50_000_000)
+    with pytest.raises(ApiError) as caught:
+        unpack(bomb, "gzip", 1000)
+    assert caught.value.status == 413
+    with pytest.raises(ApiError):
+        unpack(zlib.compress(b"{}"), "gzip", 1000)
+    assert unpack(gzip.compress(b"x" * 1000), "gzip", 1000) == b"x" * 1000
+    assert unpack(b"{}", "", 1000) == unpack(b"{}", "identity", 1000) == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("header", "takes"),
+    [
+        ("gzip", True),
+        ("deflate, GZIP;q=1.0", True),
+        ("gzip;q=0", False),
+        ("gzip; q=0.0", False),
+        ("br", False),
+        ("xgzip", False),
+        ("", False),
+    ],
+)
+def test_who_takes_gzip(header: str, takes: bool) -> None:
+    assert takes_gzip({"accept-encoding": header}) is takes
