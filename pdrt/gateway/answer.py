@@ -22,6 +22,7 @@ from pdrt.gateway.hub import Hub
 from pdrt.gateway.responses import DONE, Head, Usage, error_event
 from pdrt.gateway.stream import Outputs, OutputStream
 from pdrt.ids import Incarnation, short
+from pdrt.observe.tracing import Span
 from pdrt.protocol.gateway_messages import FinishReason
 
 log = logging.getLogger("pdrt.gateway")
@@ -44,6 +45,8 @@ class Job(msgspec.Struct, frozen=True):
     """By index; at least one, all with the same deadline."""
     head: Head
     include_usage: bool
+    span: Span
+    """Of the whole request."""
 
     @property
     def deadline(self) -> float:
@@ -278,24 +281,42 @@ class Answer:
         )
 
     def _log(self, ending: _Ending) -> None:
+        """To the log, the metrics and the trace."""
         choices = self._job.choices
         first, usage = choices[0], self._usage()
         stream = first.stream
         assert stream is not None
+        now, metrics = self._hub.clock(), self._hub.metrics
         ttft = None if stream.first is None else round(stream.first - stream.opened, 4)
+        outcome = str(ending.outcome if ending is not _COMPLETE else first.finished_by)
         facts: dict[str, object] = {
+            "request_id": self._job.id,
+            "outcome": outcome,
             "request": f"{short(self._hub.incarnation)}/{stream.serial}",
             "prompt_tokens": usage.prompt_tokens,
             "output_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
             "ttft_seconds": ttft,
-            "seconds": round(self._hub.clock() - stream.opened, 4),
+            "seconds": round(now - stream.opened, 4),
             "decodes": _names(c.stream.decodes for c in choices if c.stream is not None),
         }
         if len(choices) > 1:
             facts["choices"] = len(choices)
-        outcome = ending.outcome if ending is not _COMPLETE else first.finished_by
-        log.info("request %s %s", self._job.id, outcome, extra=facts)
+        log.info("request ended", extra=facts)
+        metrics.observe_request(now - stream.opened)
+        metrics.count_prompt_tokens(usage.prompt_tokens)
+        metrics.count_cached_tokens(usage.cached_tokens)
+        attributes: dict[str, str | int | float | bool] = {
+            "pdrt.request_id": self._job.id,
+            "pdrt.model": self._job.head.model,
+            "pdrt.outcome": outcome,
+            "pdrt.prompt_tokens": usage.prompt_tokens,
+            "pdrt.output_tokens": usage.completion_tokens,
+            "pdrt.cached_tokens": usage.cached_tokens,
+        }
+        if ttft is not None:
+            attributes["pdrt.ttft_seconds"] = ttft
+        self._job.span.end(now, attributes)
 
 
 def _names(workers: Iterable[Sequence[Incarnation]]) -> str:

@@ -57,7 +57,8 @@ class Completions:
         return await self._serve(request, parse_completion, is_chat=False)
 
     async def _serve(self, request: Request, parse: Parse, is_chat: bool) -> Response:
-        deadline = self._hub.clock() + self._seconds_max(request)
+        began = self._hub.clock()
+        deadline = began + self._seconds_max(request)
         with self._admission.preparing():
             body = await read_body(request, self._config.api.body_bytes_max)
             limits = self._admission.limits()
@@ -71,19 +72,23 @@ class Completions:
             self._model.name,
             is_chat,
         )
+        # `Answer` ends it. That of a request that is refused at once never ends, and is not sent.
+        traceparent = request.headers.get("traceparent", "")
+        span = self._hub.tracer.start("request", traceparent, began)
         met = Circumstances(
             identity=self._model.identity,
             tokens_max=limits.tokens_max,
             frame_bytes_max=self._config.protocol.frame_bytes_max,
             deadline=deadline,
             request_id=request.state.request_id,
+            traceparent=span.traceparent,
             draw_seed=lambda: secrets.randbits(64),
         )
         plans = choice_plans(prepared, met)
         choices = tuple(self._choice(plan, prepared, head) for plan in plans)
         streaming = prepared.generation.streaming
         include_usage = streaming is not None and streaming.include_usage
-        job = Job(request.state.request_id, choices, head, include_usage)
+        job = Job(request.state.request_id, choices, head, include_usage, span)
         answer = Answer(self._hub, job, self._model.beside)
         return await answer.whole(request.receive) if streaming is None else _Events(answer)
 

@@ -23,8 +23,11 @@ from pdrt.gateway.registry import Registry, WorkerState
 from pdrt.gateway.requests import Requests
 from pdrt.gateway.router import Router
 from pdrt.gateway.stream import Outputs, OutputStream
+from pdrt.gateway.view import set_gauges
 from pdrt.ids import Incarnation, routing_id, short
 from pdrt.observe.metrics import Metrics
+from pdrt.observe.tracing import Tracer
+from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.protocol.codec import BadFrame, Decoder, encode
 from pdrt.protocol.gateway_messages import (
     Finished,
@@ -55,6 +58,7 @@ class Hub:
         """`send(routing_id, frame)` never blocks and says whether the frame was taken."""
         self.incarnation = incarnation
         self.metrics = Metrics("gateway", short(incarnation))
+        self.tracer = Tracer(config.observe.otlp_endpoint, "gateway", short(incarnation))
         self.clock = clock
         self.is_draining = False
         """Set once: no new requests."""
@@ -125,6 +129,7 @@ class Hub:
     def on_tick(self) -> None:
         """Every `TICK_SECONDS`, after all inbound frames were dispatched."""
         now = self.clock()
+        self.metrics.observe_tick(now, TICK_SECONDS)
         for worker in self.registry.on_tick(now):
             self._on_lost(worker, "silent too long", now)
         for message in self.drains.on_tick(now):
@@ -220,8 +225,10 @@ class Hub:
             stream.first = now
             self.metrics.observe_ttft(now - stream.opened)
         else:
-            self.metrics.observe_itl((now - stream.heard) / len(deliver.token_ids))
+            count = len(deliver.token_ids)
+            self.metrics.observe_itl((now - stream.heard) / count, count)
         stream.heard = now
+        self.metrics.count_output_tokens(len(deliver.token_ids))
         stream.put(deliver)
 
     # Questions
@@ -242,6 +249,7 @@ class Hub:
             for reason, count in stale.items():
                 self.metrics.count_stale_message(reason, count)
             stale.clear()
+        set_gauges(self.metrics, self.registry, self.requests, self.streams)
         return self.metrics.render()
 
     def broken_invariants(self) -> list[str]:

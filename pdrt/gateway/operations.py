@@ -94,6 +94,7 @@ class Operations:
             "requests": len(self._hub.requests),
             "attempts": self._hub.requests.attempts,
             "draining": self._hub.is_draining,
+            "totals": self._hub.metrics.totals(),
         }
         workers = [
             _worker_status(worker, reports.get(incarnation), self._hub.clock())

@@ -29,6 +29,8 @@ class Circumstances(msgspec.Struct, frozen=True):
     frame_bytes_max: int
     deadline: float
     request_id: str
+    traceparent: str
+    """Of the span that the request is; empty when nothing is traced."""
     draw_seed: Callable[[], int]
     """Unsigned 64 bit, for a client that gave none."""
 
@@ -58,7 +60,9 @@ def choice_plans(prepared: Prepared, met: Circumstances) -> tuple[Plan, ...]:
                 met.deadline,
                 frozenset(ends),
                 generation.cache_salt,
-                RequestContext(_request_id(met.request_id, index, generation.choices)),
+                RequestContext(
+                    _request_id(met.request_id, index, generation.choices), met.traceparent
+                ),
             )
             plans.append(
                 Plan(

@@ -130,6 +130,7 @@ async def serve(
         channel.close()
         listener.close()
         model.close()
+        hub.tracer.close()
     return code
 
 

@@ -106,7 +106,7 @@ REQUESTS = _counter(
 )
 PROMPT_TOKENS = _counter(
     "pdrt_prompt_tokens",
-    "Prompt tokens: at the gateway of accepted requests, at prefill workers those computed",
+    "Prompt tokens: at the gateway of requests that have ended, at prefill workers those computed",
 )
 OUTPUT_TOKENS = _counter(
     "pdrt_output_tokens",

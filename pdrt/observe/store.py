@@ -95,19 +95,19 @@ class Store:
         yield f"# HELP {name} {family.text}\n# TYPE {name} {family.kind.value}\n"
         if family.kind is not Kind.HISTOGRAM:
             for labels, value in self._numbers[family.name].items():
-                yield f"{name}{{{self._text(family, labels)}}} {value}\n"
+                yield f"{name}{{{self._text(family, labels)}}} {float(value)}\n"
             return
         for labels, series in self._distributions[family.name].items():
             text, total = self._text(family, labels), 0
             for bound, count in zip((*series.bounds, "+Inf"), series.counts, strict=True):
                 total += count
-                yield f'{name}_bucket{{{text},le="{bound}"}} {total}\n'
-            yield f"{name}_count{{{text}}} {total}\n{name}_sum{{{text}}} {series.sum}\n"
+                yield f'{name}_bucket{{{text},le="{bound}"}} {float(total)}\n'
+            yield f"{name}_count{{{text}}} {float(total)}\n{name}_sum{{{text}}} {series.sum}\n"
 
     def _text(self, family: Family, labels: Labels) -> str:
-        """`name="value",…` of one series."""
+        """`name="value",…` of one series, in the order of the names."""
         names, values = ("role", "worker", *family.labels), (*self._base, *labels)
-        pairs = zip(names, values, strict=True)
+        pairs = sorted(zip(names, values, strict=True))
         return ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
 
 

@@ -156,7 +156,7 @@ def test_metrics_have_their_names(role: str) -> None:
     metrics = Metrics(role, "00ff", rank=1)
     metrics.set_leases({"granted": 2})
     metrics.set_rooms({"open": 1})
-    metrics.set_quarantined_pages(4)
+    metrics.set_quarantine(4, {})
     metrics.set_queue(5)
     metrics.observe_drain(0.1)
     metrics.observe_itl(0.1)
