@@ -53,8 +53,6 @@ class Steps:
     def __init__(self, worker: Computing) -> None:
         self._worker = worker
         self._work = asyncio.Event()
-        self._submitted_at = 0.0
-        """When the step that runs was handed in."""
 
     def wake(self) -> None:
         self._work.set()
@@ -76,7 +74,6 @@ class Steps:
                 outcomes = await self._result(plan.sequences, step)
 
     def _submit(self, sequences: Sequence[DecodeRequest]) -> asyncio.Future[StepResult]:
-        self._submitted_at = time.monotonic()
         return asyncio.ensure_future(self._worker.executor.step(list(map(self._row, sequences))))
 
     def _row(self, request: DecodeRequest) -> Row:
@@ -106,7 +103,7 @@ class Steps:
         if self._worker.loop.is_ending:
             return []  # its requests have been told, and are gone
         now = time.monotonic()
-        self._worker.answers.stepped(now - self._submitted_at, len(sequences))
+        self._worker.answers.stepped(result.seconds, len(sequences))
         rows = zip(sequences, result.tokens, result.logprobs, strict=True)
         outcomes: list[Outcome] = []
         for request, token, logprobs in rows:
