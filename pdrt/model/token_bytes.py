@@ -31,11 +31,12 @@ class TokenBytes:
     def __init__(self, inner: Any) -> None:
         """`inner` is the tokenizer of transformers."""
         self._inner = inner
+        self._size = len(inner)
         self._steps = _steps(inner)
 
     def __call__(self, token_id: int) -> bytes:
         """Empty where the vocabulary has no such token (models may have more rows)."""
-        if not 0 <= token_id < len(self._inner):
+        if not 0 <= token_id < self._size:
             return b""
         if self._steps is None:
             text: str = self._inner.decode([token_id], clean_up_tokenization_spaces=False)
