@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.pages import PageTable
+from pdrt.kv.prefix import PrefixCache
 from pdrt.protocol.effects import (
     CloseFence,
     CloseSegment,
@@ -25,7 +26,6 @@ from pdrt.protocol.effects import (
 from pdrt.protocol.invariants import check_decode
 from pdrt.protocol.leases import DecodeWorkerInfo, LeaseState, LeaseTable
 from pdrt.protocol.messages import PrefillToDecode, Reason, Segment
-from tests.sim.cache import PrefixCache
 from tests.sim.core import Kind, Violation
 from tests.sim.jobs import Job, Scheduler
 from tests.sim.network import Connection
@@ -225,6 +225,7 @@ class DecodeWorker(Process):
     def check(self) -> None:
         self.table.check()
         self.pages.check()
+        self.cache.check()
         check_decode(self.table, self.pages)
         for peer in self.table.pairing.peers.values():
             if len(peer.fences) > FENCES_MAX:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from pdrt.errors import PoolExhausted
 from pdrt.ids import RoomId
-from pdrt.kv.pages import Owner, OwnerKind
+from pdrt.kv.pages import CACHE, Owner, OwnerKind
+from pdrt.kv.prefix import page_keys
 from pdrt.protocol.leases import GrantRequest
 from pdrt.protocol.messages import Reason
 from pdrt.sampling import Sampling
@@ -60,9 +62,15 @@ class Leased:
         self, pages: tuple[int, ...], held: list[int], owner: Owner, tokens: tuple[int, ...]
     ) -> None:
         self.pages = pages
+        """Granted; the lease's own."""
         self.held = held
+        """Cached ones before them."""
         self.owner = owner
         self.tokens = tokens
+
+    @property
+    def all_pages(self) -> list[int]:
+        return [*self.held, *self.pages]
 
 
 class Sequence:
@@ -71,14 +79,9 @@ class Sequence:
     def __init__(self, job: Job, leased: Leased, owner: Owner) -> None:
         self.job = job
         self.owner = owner
-        self.held = list(leased.held)
-        self.own = list(leased.pages)
+        self.pages = leased.all_pages
         self.computed = len(leased.tokens)
         """Tokens whose KV is in place."""
-
-    @property
-    def pages(self) -> list[int]:
-        return self.held + self.own
 
 
 class Scheduler:
@@ -144,13 +147,15 @@ class Scheduler:
         pages: tuple[int, ...] = ()
         written = 0
         if left > 1:
-            held = worker.cache.hold_prefix(tokens, owner)
+            held = worker.cache.match(page_keys(tokens, PAGE_SIZE))
+            worker.cache.hold(held, owner)
             written = pages_for(len(tokens)) - len(held)
             wanted = pages_for(len(tokens) + 1) - len(held)
-            if not worker.cache.make_room(wanted):
-                worker.cache.drop(held, owner)
+            try:
+                pages = tuple(worker.cache.take(wanted, owner))
+            except PoolExhausted:
+                worker.cache.release(held, owner)
                 return None
-            pages = tuple(worker.pages.take(wanted, owner))
         job.room, job.rooms = room, job.rooms + 1
         self.jobs[room] = job
         self.leased[room] = Leased(pages, held, owner, tokens)
@@ -181,11 +186,14 @@ class Scheduler:
         job.room = None
         self._serial += 1
         owner = Owner(OwnerKind.SEQUENCE, self._serial)
-        self.worker.pages.pass_on(leased.pages, leased.owner, owner)
-        self.worker.cache.drop(leased.held, leased.owner)
-        self.worker.cache.hold(leased.held, owner)
+        self.keep(leased.tokens, leased.all_pages, leased.owner)
+        pages = self.worker.pages
+        cached = [page for page in leased.all_pages if pages.owner(page) is CACHE]
+        own = [page for page in leased.all_pages if pages.owner(page) is not CACHE]
+        self.worker.cache.pass_hold(cached, leased.owner, owner)
+        pages.pass_on(own, leased.owner, owner)
         sequence = job.sequence = Sequence(job, leased, owner)
-        if leased.pages:
+        if sequence.pages:
             if job.output == 0 or len(job.tokens) != len(leased.tokens) + 1:
                 raise Violation(Kind.TOKEN, f"{room} is ready without its first token")
             self.verify(sequence)
@@ -212,8 +220,7 @@ class Scheduler:
         leased = self.leased.pop(room)
         job = self.jobs.pop(room)
         assert job.room != room, (room, "ended under its request")
-        self.worker.pages.free(leased.pages, leased.owner)
-        self.worker.cache.drop(leased.held, leased.owner)
+        self.worker.cache.release(leased.all_pages, leased.owner)
 
     # Sequences
 
@@ -237,10 +244,11 @@ class Scheduler:
         if sequence not in self.sequences:
             return None
         if len(sequence.pages) * PAGE_SIZE <= sequence.computed:
-            if not self.worker.cache.make_room(1):
+            try:
+                sequence.pages += self.worker.cache.take(1, sequence.owner)
+            except PoolExhausted:
                 self.preempt(sequence)
                 return self.admit()
-            sequence.own += self.worker.pages.take(1, sequence.owner)
         sequence.computed += 1
         page_index = (sequence.computed - 1) // PAGE_SIZE
         content = page_content(job.tokens[: sequence.computed], page_index)
@@ -262,23 +270,20 @@ class Scheduler:
         self.queue.append(sequence.job)
 
     def finish(self, sequence: Sequence) -> None:
-        pages = sequence.pages
         sequence.job.end(None)
-        if pages:
+        if sequence.pages:
             self.verify(sequence)
             tokens = sequence.job.tokens[: sequence.computed]
-            for index in range(len(sequence.held), len(tokens) // PAGE_SIZE):
-                self.keep(sequence, pages[index], page_content(tokens, index))
+            self.keep(tokens, sequence.pages, sequence.owner)
         self.end_sequence(sequence)
 
-    def keep(self, sequence: Sequence, page: int, content: int) -> None:
-        if self.worker.cache.insert(page, content, sequence.owner):
-            sequence.own.remove(page)
-            self.worker.cache.drop([page], sequence.owner)
+    def keep(self, tokens: Iterable[int], pages: list[int], owner: Owner) -> None:
+        """The full pages of what is in place become cached ones."""
+        keys = page_keys(tuple(tokens), PAGE_SIZE)[: len(pages)]
+        self.worker.cache.insert(keys, pages[: len(keys)], owner)
 
     def end_sequence(self, sequence: Sequence) -> None:
         sequence.job.sequence = None
         if sequence in self.sequences:
             self.sequences.remove(sequence)
-        self.worker.pages.free(sequence.own, sequence.owner)
-        self.worker.cache.drop(sequence.held, sequence.owner)
+        self.worker.cache.release(sequence.pages, sequence.owner)

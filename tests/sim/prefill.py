@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pdrt.errors import PoolExhausted
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.pages import PageTable
+from pdrt.kv.prefix import PrefixCache
 from pdrt.protocol.effects import (
     CloseEngine,
     CloseRoom,
@@ -27,17 +27,20 @@ from pdrt.protocol.messages import (
 )
 from pdrt.protocol.room_writer import RankEnd
 from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
-from tests.sim.cache import PrefixCache
+from pdrt.scheduling.prefill import PrefillScheduler
+from pdrt.scheduling.prefill_job import PrefillJob
 from tests.sim.core import Kind, Violation
 from tests.sim.plan import CONFIG, PAGE_SIZE
-from tests.sim.prefill_rank import Forward, PrefillRank, SourceRoom
+from tests.sim.prefill_rank import Forward, PrefillRank
 from tests.sim.process import Process, Rank
 from tests.sim.tokens import next_token, page_content, pages_for
 
 if TYPE_CHECKING:
     from tests.sim.world import PrefillSlot, World
 
-BATCH_ROOMS = 2
+STEP_TOKENS = 18
+STEP_ROOMS = 3
+"""So that long prompts take several steps, and chunks end within pages."""
 ENGINES_MAX = 4
 """Per decode worker: the newest generation's, and those being destroyed."""
 
@@ -56,8 +59,7 @@ class PrefillWorker(Process):
         self.pages = PageTable(plan.prefill_pages)
         self.content: list[int] = [0] * plan.prefill_pages
         self.cache = PrefixCache(self.pages)
-        self.sources: dict[RoomId, SourceRoom] = {}
-        self.queue: list[SourceRoom] = []
+        self.scheduler = PrefillScheduler(plan.layout, self.cache, STEP_TOKENS, STEP_ROOMS)
         self.forward: Forward | None = None
 
     def make_rank(self, index: int) -> Rank:
@@ -106,7 +108,7 @@ class PrefillWorker(Process):
         return effects
 
     def leave_when_done(self) -> Iterable[Any]:
-        return [] if self.sources else [EndWorker("has left")]
+        return [] if self.scheduler.jobs else [EndWorker("has left")]
 
     # Effects
 
@@ -124,13 +126,12 @@ class PrefillWorker(Process):
                 for rank in self.ranks:
                     rank.send(rank.close_engine, decode, generation)
             case OpenRoom(grant):
-                source = self.sources[grant.room] = SourceRoom(grant)
                 for rank in self.ranks:
                     rank.send(rank.open_room, grant)
-                self.queue.append(source)
+                self.scheduler.add(grant, sim.now)
                 self.start_forward()
             case CloseRoom(room, reason):
-                self.sources[room].is_closed = True
+                self.scheduler.stop(room)
                 for rank in self.ranks:
                     rank.send(rank.close_room, room, reason)
             case ReleaseSource(room):
@@ -141,43 +142,28 @@ class PrefillWorker(Process):
                 raise AssertionError(effect)
 
     def release(self, room: RoomId) -> None:
-        source = self.sources.pop(room)
-        self.pages.free(source.own, source.owner)
-        self.cache.drop(source.held, source.owner)
+        owner = self.scheduler.jobs[room].owner
+        self.cache.release(self.scheduler.forget(room), owner)
 
     # Scheduler
 
     def start_forward(self) -> None:
         """Plan the next chunks, if nothing runs."""
-        self.queue = [s for s in self.queue if not s.is_closed and s.computed < s.pages_total]
-        if self.forward is not None or not self.queue:
+        if self.forward is not None:
             return
-        batch = [s for s in self.queue if s.is_planned or self.find_pages(s)][:BATCH_ROOMS]
-        if not batch:
+        chunks = self.scheduler.plan(self.world.sim.now)
+        self.shed()
+        if not chunks:
             return
-        self.forward = Forward(batch, len(self.ranks))
+        self.forward = Forward([(self.scheduler.jobs[c.room], c) for c in chunks], len(self.ranks))
         for rank in self.ranks:
             rank.send(rank.plan, self.forward)
 
-    def find_pages(self, source: SourceRoom) -> bool:
-        """Pages for the whole prompt: cached ones first. Preempts the youngest when full."""
-        tokens = source.grant.token_ids
-        held = self.cache.hold_prefix(tokens[:-1], source.owner)
-        wanted = source.pages_total - len(held)
-        self.cache.make_room(wanted)
-        try:
-            own = self.pages.take(wanted, source.owner)
-        except PoolExhausted:
-            self.cache.drop(held, source.owner)
-            planned = [s for s in self.queue if s.is_planned and s is not source]
-            if planned and self.world.sim.chance(0.05):
-                victim = planned[-1]
-                self.post(self.end_room, victim.room, Reason.OVERLOADED)
-            return False
-        source.held, source.own, source.pages = held, own, held + own
-        source.computed = len(held)
-        source.is_planned = True
-        return True
+    def shed(self) -> None:
+        """Somebody waits for pages: now and then the youngest that has some gives them up."""
+        started = [job for job in self.scheduler.jobs.values() if job.has_started]
+        if self.scheduler.queued and started and self.world.sim.chance(0.05):
+            self.post(self.end_room, started[-1].room, Reason.OVERLOADED)
 
     def compute(self, forward: Forward) -> None:
         """The compute threads have finished: KV is in place on every rank."""
@@ -185,10 +171,10 @@ class PrefillWorker(Process):
             return
         forward.has_failed = self.world.chance(self.world.plan.rates.forward_fails)
         if not forward.has_failed:
-            for source in forward.rooms:
-                for index in range(source.computed, forward.finished[source.room]):
-                    page = source.pages[index]
-                    self.content[page] = page_content(source.grant.token_ids, index)
+            for part in forward.parts:
+                tokens = part.tokens[: part.chunk.end]
+                for index in range(part.chunk.start // PAGE_SIZE, pages_for(len(tokens))):
+                    self.content[part.pages[index]] = page_content(tokens, index)
         for rank in self.ranks[1:]:
             rank.send(rank.forward_done, forward)
         self.post(self.forward_ended, forward)
@@ -199,35 +185,25 @@ class PrefillWorker(Process):
         """The leader hears of it, and then its own rank."""
         self.forward = None
         effects: list[Any] = []
-        for source in forward.rooms:
+        for part in forward.parts:
             if forward.has_failed:
-                effects += self.table.end_room(source.room, Reason.FORWARD_FAILED)
-            elif source.room in self.sources:
-                source.computed = forward.finished[source.room]
-                self.cache_pages(source)
+                effects += self.table.end_room(part.room, Reason.FORWARD_FAILED)
+            elif part.room in self.scheduler.jobs:
+                self.scheduler.finish(part.chunk, self.world.sim.now)
         return effects
 
-    def cache_pages(self, source: SourceRoom) -> None:
-        """Full pages become cached ones that the room holds."""
-        tokens = source.grant.token_ids
-        for index, page in enumerate(
-            source.pages[: min(source.computed, len(tokens) // PAGE_SIZE)]
-        ):
-            if page in source.own and self.cache.insert(
-                page, page_content(tokens, index), source.owner
-            ):
-                source.own.remove(page)
-                source.held.append(page)
-
-    def sample(self, source: SourceRoom) -> None:
-        tokens = source.grant.token_ids
-        first = FirstTokenData(next_token(tokens), len(tokens))
-        self.post(self.table.first_token, source.room, first)
+    def sample(self, job: PrefillJob) -> None:
+        tokens = job.grant.token_ids
+        first = FirstTokenData(next_token(tokens), len(tokens), job.found)
+        self.post(self.table.first_token, job.room, first)
 
     def check(self) -> None:
         self.table.check()
         self.pages.check()
-        room_pages = {room: source.own for room, source in self.sources.items()}
+        self.cache.check()
+        self.scheduler.check()
+        jobs = self.scheduler.jobs
+        room_pages = {room: [*job.pages, *job.spare] for room, job in jobs.items()}
         check_prefill(self.table, room_pages, self.pages)
         for peer in self.table.peers.known.values():
             if len(peer.engines) > ENGINES_MAX:

@@ -5,44 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pdrt.ids import Incarnation, RoomId
-from pdrt.kv.pages import Owner, OwnerKind
 from pdrt.protocol.messages import (
     Grant,
     Outcome,
     Reason,
 )
 from pdrt.protocol.room_writer import RankEnd, ReportEnd, RoomWriter, Write, WriterState
+from pdrt.scheduling.prefill_job import Chunk, PrefillJob
 from tests.sim.fabric import EngineInstance, Heads, InFlight
+from tests.sim.plan import PAGE_SIZE
 from tests.sim.process import Process, Rank
-from tests.sim.tokens import pages_for
 
 if TYPE_CHECKING:
     from tests.sim.prefill import PrefillWorker
-
-CHUNK_PAGES = 2
-
-
-class SourceRoom:
-    """What the leader's scheduler keeps of a room."""
-
-    def __init__(self, grant: Grant) -> None:
-        self.grant = grant
-        self.room = grant.room
-        self.owner = Owner(OwnerKind.ROOM, grant.room)
-        self.held: list[int] = []
-        """Cached pages, read by this room's writes."""
-        self.own: list[int] = []
-        """Pages owned by the room."""
-        self.is_planned = False
-        self.is_closed = False
-        self.computed = 0
-        """Pages whose KV exists."""
-        self.pages: list[int] = []
-        """By index in the prompt."""
-
-    @property
-    def pages_total(self) -> int:
-        return pages_for(len(self.grant.token_ids))
 
 
 class PrefillRank(Rank):
@@ -96,29 +71,29 @@ class PrefillRank(Rank):
             self.carry_out(writer, writer.close(reason))
 
     def plan(self, forward: Forward) -> None:
-        """A forward begins once every rank has it."""
-        for source in forward.rooms:
-            if writer := self.writers.get(source.room):
+        """A forward begins once every rank has it. Cached pages are sent at once."""
+        for part in forward.parts:
+            if writer := self.writers.get(part.room):
                 self.carry_out(writer, writer.forward_started())
-                forward.started.add((self.index, source.room))
+                forward.started.add((self.index, part.room))
+                self.carry_out(writer, writer.pages_finished(part.pages, part.complete_before))
         forward.ranks_missing.discard(self.index)
         if not forward.ranks_missing:
             sim = self.worker.world.sim
             sim.after(0.01 + sim.rng.random() * 0.05, self.worker.compute, forward)
 
     def forward_done(self, forward: Forward) -> None:
-        for source in forward.rooms:
-            writer = self.writers.get(source.room)
-            if writer is None or (self.index, source.room) not in forward.started:
+        for part in forward.parts:
+            writer = self.writers.get(part.room)
+            if writer is None or (self.index, part.room) not in forward.started:
                 continue
             self.carry_out(writer, writer.forward_ended())
             if forward.has_failed or writer.state is WriterState.GONE:
                 continue
-            finished = forward.finished[source.room]
-            self.carry_out(writer, writer.pages_finished(source.pages, finished))
-            if finished == source.pages_total and writer.state is not WriterState.GONE:
+            self.carry_out(writer, writer.pages_finished(part.pages, part.complete_after))
+            if part.chunk.is_last and writer.state is not WriterState.GONE:
                 if self.index == 0:
-                    self.worker.sample(source)
+                    self.worker.sample(part.job)
                 self.carry_out(writer, writer.finished())
 
     def carry_out(self, writer: RoomWriter, effects: list[Any]) -> None:
@@ -151,19 +126,37 @@ class PrefillRank(Rank):
             self.carry_out(writer, writer.settled(write_id, outcome))
 
     def lose_task(self, room: RoomId) -> None:
-        """The room's task fails with an unexpected exception."""
-        if self.writers.pop(room, None) is not None:
+        """The room's task fails with an unexpected exception; it says so once no forward fills the
+        room's pages."""
+        writer = self.writers.get(room)
+        if writer is None:
+            return
+        if writer._forwards:
+            self.worker.world.sim.after(0.01, self.post, self.lose_task, room)
+        else:
+            del self.writers[room]
             self.report(room, RankEnd(Outcome.UNSETTLED, Reason.TASK_FAILED, 0))
+
+
+class Part:
+    """One room's chunk of a forward."""
+
+    def __init__(self, job: PrefillJob, chunk: Chunk) -> None:
+        self.job = job
+        self.room = chunk.room
+        self.chunk = chunk
+        self.tokens = job.grant.token_ids
+        self.pages = tuple(job.pages)
+        """By index in the prompt, as they are while it runs."""
+        self.complete_before = chunk.start // PAGE_SIZE
+        self.complete_after = job.page_count if chunk.is_last else chunk.end // PAGE_SIZE
 
 
 class Forward:
     """One batch of chunks."""
 
-    def __init__(self, rooms: list[SourceRoom], ranks: int) -> None:
-        self.rooms = rooms
-        self.finished = {
-            source.room: min(source.computed + CHUNK_PAGES, source.pages_total) for source in rooms
-        }
+    def __init__(self, planned: list[tuple[PrefillJob, Chunk]], ranks: int) -> None:
+        self.parts = [Part(job, chunk) for job, chunk in planned]
         self.ranks_missing = set(range(ranks))
         self.started: set[tuple[int, RoomId]] = set()
         self.has_failed = False

@@ -75,7 +75,17 @@ def evicted_while_leased(stage: Stage) -> None:
         stage.run(0.01)
     if not any(leased.held for leased in stage.decode.scheduler.leased.values()):
         raise Violation(Kind.INVARIANT, "the schedule meets no prefix hit on decode")
-    stage.decode.cache.evict_all()
+    stage.decode.cache.make_room(stage.decode.pages.total)
+    stage.finish(fences=0)
+    stage.expect_answered(first, second)
+
+
+def same_page_behind_another_prefix(stage: Stage) -> None:
+    """What begins one prompt stands behind something else in another: its KV is not the same."""
+    stage.start(EngineKind.TCP)
+    first = stage.ask((1, 2, 3, 4, *PROMPT))
+    stage.run(3.0)
+    second = stage.ask((*PROMPT[:4], 5, 6, 7, 8, 9))
     stage.finish(fences=0)
     stage.expect_answered(first, second)
 
@@ -153,9 +163,9 @@ def two_ranks_report_twice(stage: Stage) -> None:
     world.direct = direct
     for rank in stage.prefill.ranks[1::2]:
         rank.report = twice(rank.report)
-    request = stage.ask()
+    request = stage.ask(tuple(range(100, 140)))  # of several steps
     stage.run_until_written()
-    stage.run(0.1)
+    stage.run(0.05)
     world.gateways[0].abort(request)
     stage.finish(fences=0)
     stage.run(2.0)
@@ -279,6 +289,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     complete_without_a_first_token,
     machine_asleep,
     evicted_while_leased,
+    same_page_behind_another_prefix,
     decode_restarts_under_a_write,
     fence_beside_another_pair,
     revoke_before_the_open,

@@ -18,9 +18,5 @@ def page_content(tokens: Sequence[int], index: int) -> int:
     return hash(tuple(tokens[: (index + 1) * PAGE_SIZE]))
 
 
-def full_pages(tokens: Sequence[int]) -> int:
-    return len(tokens) // PAGE_SIZE
-
-
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)

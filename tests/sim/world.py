@@ -240,8 +240,8 @@ class World:
             if not slot.is_gone and not slot.listeners:
                 return f"{slot.endpoint} is down"
         for prefill in self.prefills.values():
-            if prefill.sources or prefill.table.rooms:
-                return f"{prefill.name}: rooms {list(map(str, prefill.sources))}"
+            if prefill.scheduler.jobs or prefill.table.rooms:
+                return f"{prefill.name}: rooms {list(map(str, prefill.scheduler.jobs))}"
             for known in prefill.table.peers.known.values():
                 if any(e.state is not EngineState.OPEN for e in known.engines.values()):
                     return f"{prefill.name}: engines {list(known.engines)} are not settled"
@@ -269,7 +269,7 @@ class World:
         """Both sides' pools are whole again."""
         for worker in (*self.decodes.values(), *self.prefills.values()):
             worker.check()
-            worker.cache.evict_all()
+            worker.cache.make_room(worker.pages.total)
             counts: dict[OwnerKind, Any] = worker.pages.counts()
             if counts[OwnerKind.FREE] != worker.pages.total:
                 raise Violation(Kind.LIVENESS, f"{worker.name}: pages are not free: {counts}")

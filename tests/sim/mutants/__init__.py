@@ -4,7 +4,7 @@ A mutant replaces a method of the product, or of the simulator's adapters where 
 there. Its docstring says which rule it breaks.
 """
 
-from tests.sim.mutants import decode_side, engine_side, fences, prefill_side
+from tests.sim.mutants import cache, decode_side, engine_side, fences, prefill_side
 from tests.sim.mutants.registry import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "decode_side", "engine_side", "fences", "prefill_side"]
+__all__ = ["MUTANTS", "Mutant", "cache", "decode_side", "engine_side", "fences", "prefill_side"]

@@ -187,36 +187,3 @@ def leases_age_in_their_sleep() -> list[Patch]:
 def sleeper_accuses_its_ranks() -> list[Patch]:
     """Lost peers: deadlines of ranks move by the sleep of whoever judges them."""
     return [(Pairing, "slept_seconds", 0.0)]
-
-
-@mutant(Kind.INVARIANT, Kind.CONTENT, schedule=schedules.evicted_while_leased)
-def prefix_not_held_on_decode() -> list[Patch]:
-    """I1: cached pages that a lease counts on are held by it."""
-    from pdrt.kv.pages import Owner, OwnerKind
-    from tests.sim.cache import PrefixCache
-
-    return unheld(PrefixCache, Owner, OwnerKind.LEASE)
-
-
-@mutant(Kind.SOURCE, Kind.CONTENT, Kind.DESTINATION)
-def prefix_not_held_on_prefill() -> list[Patch]:
-    """I3: a cached page that is read stays until every rank has drained the room."""
-    from pdrt.kv.pages import Owner, OwnerKind
-    from tests.sim.cache import PrefixCache
-
-    return unheld(PrefixCache, Owner, OwnerKind.ROOM)
-
-
-def unheld(cache: Any, owner: Any, kind: Any) -> list[Patch]:
-    """Readers of `kind` find cached pages without holding them."""
-    hold, drop = cache.hold, cache.drop
-
-    def hold_not(self: Any, pages: list[int], holder: Any) -> None:
-        if holder.kind is not kind:
-            hold(self, pages, holder)
-
-    def drop_held(self: Any, pages: list[int], holder: Any) -> None:
-        held = [p for p in pages if holder in self._pages._holders.get(p, ())]
-        drop(self, held if holder.kind is kind else pages, holder)
-
-    return [(cache, "hold", hold_not), (cache, "drop", drop_held)]

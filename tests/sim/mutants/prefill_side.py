@@ -100,12 +100,13 @@ def unknown_room_answered_clean() -> list[Patch]:
 
 
 def give_up_source(worker: PrefillWorker, room: Any) -> None:
-    """Free a room's source pages, and forget which they were."""
-    source = worker.sources.get(room)
-    if source is not None:
-        worker.pages.free(source.own, source.owner)
-        worker.cache.drop(source.held, source.owner)
-        source.own, source.held = [], []
+    """Let go of a room's source pages, and forget which they were."""
+    job = worker.scheduler.jobs.get(room)
+    is_running = worker.forward and room in [part.room for part in worker.forward.parts]
+    if job is not None and not is_running:
+        worker.scheduler.stop(room)
+        worker.cache.release(job.pages + job.spare, job.owner)
+        job.pages, job.spare, job.computed, job.cached = [], [], 0, 0
 
 
 @mutant(Kind.SOURCE, Kind.CONTENT)
