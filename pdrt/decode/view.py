@@ -67,7 +67,8 @@ class DecodeView:
         return Load(
             running=worker.scheduler.running,
             queued=worker.scheduler.queued,
-            pages_free=worker.pages.free_count,
+            # Cached pages that nobody reads are as good as free.
+            pages_free=worker.kv.available,
             pages_total=worker.pages.total,
         )
 

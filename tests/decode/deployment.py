@@ -21,6 +21,7 @@ from pdrt.protocol.gateway_messages import (
     Finished,
     FinishReason,
     Inspect,
+    PromptLogprobs,
     Register,
     Registered,
     Report,
@@ -29,7 +30,7 @@ from pdrt.protocol.gateway_messages import (
     Tokens,
     WorkerToGateway,
 )
-from pdrt.sampling import Sampling
+from pdrt.sampling import Sampling, TokenLogprobs
 from pdrt.transfer.channel import RouterChannel
 from pdrt.transfer.worker_loop import ExitCode
 from tests.prefill.executor import StandInExecutor, output_of
@@ -69,6 +70,11 @@ class Stream:
         self.request = submit.request
         self.earlier = len(submit.output_token_ids)
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.scores: PromptLogprobs | None = None
+        self.cached_tokens: int | None = None
+        self.prefills: list[Incarnation] = []
+        """Who computed the prompt, once per room."""
         self.finished: Finished | None = None
         self.finishes = 0
 
@@ -110,6 +116,15 @@ class GatewayPeer:
                 assert message.first_index == stream.earlier + len(stream.tokens), message
                 assert stream.finished is None, message
                 stream.tokens += message.token_ids
+                stream.logprobs += message.logprobs
+                if message.cached_tokens is not None:
+                    stream.cached_tokens = message.cached_tokens
+                if message.prefill is not None:
+                    stream.prefills.append(message.prefill)
+            case PromptLogprobs():
+                stream = self.streams[message.request]
+                assert (stream.scores, stream.tokens, stream.finished) == (None, [], None)
+                stream.scores = message
             case Finished():
                 stream = self.streams[message.request]
                 stream.finished = stream.finished or message
@@ -141,8 +156,9 @@ class GatewayPeer:
         sampling: Sampling,
         *,
         earlier: Sequence[int] = (),
-        seconds_max: float = 600.0,
+        **changes: object,
     ) -> Stream:
+        """`changes`: to the fields of `Submit`."""
         self._serial += 1
         submit = Submit(
             request=RequestId(self.incarnation, self._serial, 1),
@@ -150,15 +166,16 @@ class GatewayPeer:
             token_ids=tuple(prompt),
             output_token_ids=tuple(earlier),
             sampling=sampling,
-            seconds_max=seconds_max,
+            seconds_max=600.0,
             prefill_endpoints=self.preferred,
         )
+        submit = msgspec.structs.replace(submit, **changes)
         stream = self.streams[submit.request] = Stream(submit)
         assert self.send(worker, encode(submit))
         return stream
 
-    def cancel(self, worker: Incarnation, stream: Stream) -> None:
-        assert self.send(worker, encode(Cancel(stream.request, worker, "client gone")))
+    def cancel(self, worker: Incarnation, stream: Stream, why: str = "client gone") -> None:
+        assert self.send(worker, encode(Cancel(stream.request, worker, why)))
 
     def credit(self, worker: Incarnation, stream: Stream, tokens_taken: int) -> None:
         assert self.send(worker, encode(Credit(stream.request, worker, tokens_taken)))
