@@ -151,8 +151,8 @@ class PrefillWorker(Process):
         """Plan the next chunks, if nothing runs."""
         if self.forward is not None:
             return
-        chunks = self.scheduler.plan(self.world.sim.now)
         self.shed()
+        chunks = self.scheduler.plan(self.world.sim.now)
         if not chunks:
             return
         self.forward = Forward([(self.scheduler.jobs[c.room], c) for c in chunks], len(self.ranks))
