@@ -224,11 +224,8 @@ class Children:
             self._print(child, rest)
 
     def _print(self, child: str, line: bytes) -> None:
-        prefix = f"{child:<9} |"
-        if self._terminal.has_colours:
-            prefix = f"\033[{self._colours[child]}m{prefix}\033[0m"
         text = line.decode(errors="replace").rstrip("\r")
-        self._terminal.log(f"{prefix} {text}")
+        self._terminal.log(child, text, self._colours[child])
 
 
 async def _first_line(fd: int) -> bytes:

@@ -8,10 +8,13 @@ line, and their peers would take them for lost.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
 import time
+
+from pdrt.observe.logs import JsonFormatter
 
 LINES_MAX = 1024
 """Waiting to be written; then lines are dropped and counted. One is 64 KiB at most."""
@@ -23,8 +26,10 @@ STDOUT, STDERR = 1, 2
 class Terminal:
     """Lines to stdout and stderr, in order. Nothing here waits, but for `close`."""
 
-    def __init__(self, stdout: int = STDOUT, stderr: int = STDERR) -> None:
+    def __init__(self, stdout: int = STDOUT, stderr: int = STDERR, is_json: bool = False) -> None:
+        """`is_json`: what goes to stderr is one JSON object a line, whoever said it."""
         self.has_colours = os.isatty(stderr)
+        self._is_json = is_json
         self._stdout = stdout
         self._stderr = stderr
         self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(LINES_MAX)
@@ -36,11 +41,21 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """A line of our own."""
-        self.log(f"pdrt up   | {text}")
+        self._put(self._stderr, self._said("up", text))
 
-    def log(self, line: str) -> None:
-        """A line to stderr."""
-        self._put(self._stderr, line)
+    def log(self, child: str, line: str, colour: int) -> None:
+        """A line of a child's. One that is JSON says itself whose it is."""
+        is_whole = self._is_json and line.startswith("{")
+        self._put(self._stderr, line if is_whole else self._said(child, line, colour))
+
+    def _said(self, who: str, text: str, colour: int | None = None) -> str:
+        if self._is_json:
+            record = logging.LogRecord("pdrt.cli", logging.INFO, "", 0, "%s", (text,), None)
+            return JsonFormatter(who).format(record)
+        prefix = "pdrt up   |" if who == "up" else f"{who:<9} |"
+        if colour is not None and self.has_colours:
+            prefix = f"\033[{colour}m{prefix}\033[0m"
+        return f"{prefix} {text}"
 
     def show(self, text: str) -> None:
         """Lines to stdout."""
@@ -56,7 +71,8 @@ class Terminal:
             self._dropped += 1
 
     def _complaint(self) -> bytes:
-        return _encode(f"pdrt up   | {self._dropped} lines dropped: this output was not being read")
+        text = f"{self._dropped} lines dropped: this output was not being read"
+        return _encode(self._said("up", text))
 
     def _write(self) -> None:
         """The thread."""

@@ -53,7 +53,7 @@ def up(arguments: Sequence[str]) -> int:
         return 0
     check_port("--port", config.host, config.port)
     check_port("--worker-port", LOOPBACK, config.worker_port)
-    terminal = Terminal()
+    terminal = Terminal(is_json=config.observe.log_format == "json")
     try:
         return asyncio.run(_serve(config, _deploy(config, terminal), terminal))
     finally:
@@ -219,10 +219,12 @@ def _resolve_model(config: ModelConfig, terminal: Terminal) -> Path:
     """Once, before the roles start: they would fetch it side by side, and each would refuse by
     itself what the model cannot do."""
     from pdrt.model.fetch import resolve_model
-    from pdrt.model.identity import check_length, read_identity
+    from pdrt.model.identity import check_length, read_identity, read_json
+    from pdrt.model.quantization import check_quantization
 
     model = resolve_model(config.model, terminal.say, load_format=config.load_format)
     check_length(read_identity(model, config.load_format), config.max_model_len)
+    check_quantization(read_json(model / "config.json"), config.quantization)
     return model
 
 
