@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -48,22 +49,28 @@ class Answers:
         self._metrics = metrics
         self._tracer = tracer
 
-    def token(self, request: DecodeRequest, spoken: Spoken) -> None:
-        """One more output token."""
+    def first_token(self, request: DecodeRequest, spoken: Spoken) -> None:
+        """Of a room."""
+        self._metrics.count_output_tokens(1)
+        self._links.send(self._tokens(request, spoken))
+
+    def step(self, spoken: Sequence[tuple[DecodeRequest, Spoken]]) -> None:
+        """What a step has yielded."""
+        self._metrics.count_output_tokens(len(spoken))
+        self._links.send_step([self._tokens(request, one) for request, one in spoken])
+
+    def _tokens(self, request: DecodeRequest, spoken: Spoken) -> Tokens:
         if spoken.index:
             self._metrics.observe_itl(spoken.at - request.last_token_at)
         request.last_token_at = spoken.at
-        self._metrics.count_output_tokens(1)
-        self._links.send(
-            Tokens(
-                request.request,
-                self._worker,
-                spoken.index,
-                (spoken.token,),
-                None if spoken.index else request.cached_tokens,
-                () if spoken.logprobs is None else (spoken.logprobs,),
-                spoken.prefill,
-            )
+        return Tokens(
+            request.request,
+            self._worker,
+            spoken.index,
+            (spoken.token,),
+            None if spoken.index else request.cached_tokens,
+            () if spoken.logprobs is None else (spoken.logprobs,),
+            spoken.prefill,
         )
 
     def scores(

@@ -139,9 +139,10 @@ class Steps:
 
     def _tell(self, outcomes: Sequence[Outcome], preempted: Sequence[DecodeRequest]) -> None:
         worker, now = self._worker, time.monotonic()
+        spoken = [(o.request, o.spoken) for o in outcomes if o.spoken is not None]
+        if spoken:
+            worker.answers.step(spoken)
         for outcome in outcomes:
-            if outcome.spoken is not None:
-                worker.answers.token(outcome.request, outcome.spoken)
             if outcome.end is not None:
                 worker.answers.end(outcome.request, outcome.end, now)
                 worker.rooms.admit_soon()

@@ -249,7 +249,7 @@ class DecodeWorker:
         """A room's first token: to the client at once."""
         index = request.output_tokens
         reason = self.scheduler.take_token(request, first.token)
-        self.answers.token(request, Spoken(first.token, index, first.logprobs, now, writer))
+        self.answers.first_token(request, Spoken(first.token, index, first.logprobs, now, writer))
         if reason is not None:
             self._finish(request, End(reason))
 

@@ -36,6 +36,7 @@ from pdrt.protocol.gateway_messages import (
     PromptLogprobs,
     Register,
     Report,
+    StepTokens,
     Submit,
     Tokens,
     WorkerToGateway,
@@ -99,6 +100,10 @@ class Hub:
                 self._on_register(message, now)
             case Tokens():
                 self._apply(self.requests.on_tokens(message, now))
+            case StepTokens():
+                for tokens in message.tokens:
+                    if tokens.worker == message.worker:
+                        self._apply(self.requests.on_tokens(tokens, now))
             case PromptLogprobs():
                 self._apply(self.requests.on_prompt_logprobs(message, now))
             case Finished():

@@ -96,6 +96,13 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     """Who computed the prompt; said with the first token."""
 
 
+class StepTokens(msgspec.Struct, frozen=True, tag=True):
+    """What one step yielded for requests of one gateway: their `Tokens`, in one frame."""
+
+    worker: Incarnation
+    tokens: tuple[Tokens, ...]
+
+
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
     """Of every prompt token but the first, once per attempt whose `Sampling.prompt_logprobs` asks
     for them, and before its `Finished`."""
@@ -204,5 +211,5 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     gateway: Incarnation
 
 
-WorkerToGateway = Register | Tokens | PromptLogprobs | Finished | Report | Gone
+WorkerToGateway = Register | Tokens | StepTokens | PromptLogprobs | Finished | Report | Gone
 GatewayToWorker = Registered | Submit | Cancel | Credit | Inspect | Drain

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdrt.config import ProtocolConfig
@@ -25,6 +25,7 @@ from pdrt.protocol.gateway_messages import (
     Register,
     Registered,
     Report,
+    StepTokens,
     Submit,
     Tokens,
 )
@@ -34,6 +35,8 @@ from pdrt.transfer.frames import FrameReader
 
 log = logging.getLogger(__name__)
 
+TOKENS_PER_FRAME_MAX = 256
+"""A tenth of a megabyte, where each has 20 alternatives: far below any bound on frames."""
 UNANSWERED_SECONDS = 5.0
 """After this long without an answer it is said, again at twice the time, and so on."""
 
@@ -125,6 +128,19 @@ class GatewayLinks:
             }
             for link in self._links
         ]
+
+    def send_step(self, tokens: Sequence[Tokens]) -> None:
+        """What one step yielded, to the gateways that own the requests: in one frame each."""
+        by_gateway: dict[Incarnation, list[Tokens]] = {}
+        for message in tokens:
+            by_gateway.setdefault(message.request.gateway, []).append(message)
+        for gateway, theirs in by_gateway.items():
+            link = self._of(gateway)
+            if link is None:
+                continue
+            for first in range(0, len(theirs), TOKENS_PER_FRAME_MAX):
+                part = tuple(theirs[first : first + TOKENS_PER_FRAME_MAX])
+                link.channel.send(encode(StepTokens(self._worker, part)))
 
     def send(self, message: Tokens | PromptLogprobs | Finished) -> bool:
         """To the gateway that owns the request; False when it is gone or its queue is full."""

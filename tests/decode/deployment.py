@@ -26,6 +26,7 @@ from pdrt.protocol.gateway_messages import (
     Registered,
     Report,
     Role,
+    StepTokens,
     Submit,
     Tokens,
     WorkerToGateway,
@@ -111,16 +112,12 @@ class GatewayPeer:
             case Register():
                 assert peer == routing_id(message.worker)
                 self._register(message)
+            case StepTokens():
+                assert {tokens.worker for tokens in message.tokens} == {message.worker}
+                for tokens in message.tokens:
+                    self._take(tokens)
             case Tokens():
-                stream = self.streams[message.request]
-                assert message.first_index == stream.earlier + len(stream.tokens), message
-                assert stream.finished is None, message
-                stream.tokens += message.token_ids
-                stream.logprobs += message.logprobs
-                if message.cached_tokens is not None:
-                    stream.cached_tokens = message.cached_tokens
-                if message.prefill is not None:
-                    stream.prefills.append(message.prefill)
+                self._take(message)
             case PromptLogprobs():
                 stream = self.streams[message.request]
                 assert (stream.scores, stream.tokens, stream.finished) == (None, [], None)
@@ -131,6 +128,17 @@ class GatewayPeer:
                 stream.finishes += 1
             case Report():
                 self.reports.append(message)
+
+    def _take(self, message: Tokens) -> None:
+        stream = self.streams[message.request]
+        assert message.first_index == stream.earlier + len(stream.tokens), message
+        assert stream.finished is None, message
+        stream.tokens += message.token_ids
+        stream.logprobs += message.logprobs
+        if message.cached_tokens is not None:
+            stream.cached_tokens = message.cached_tokens
+        if message.prefill is not None:
+            stream.prefills.append(message.prefill)
 
     def _register(self, message: Register) -> None:
         self.registers[message.worker] = message
