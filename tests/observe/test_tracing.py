@@ -6,42 +6,16 @@ import json
 import socket
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from pdrt.errors import ConfigError
 from pdrt.observe.tracing import Tracer, check_tracing
+from tests.observe.collector import Collector
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = CLIENT[:-1] + "0"
 HANG_SECONDS = 30.0
-
-
-class Collector:
-    """An OTLP/HTTP collector."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        self.requests: list[ExportTraceServiceRequest] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                outer.paths.append(self.path)
-                outer.requests.append(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
 def test_spans_arrive_with_times_parents_and_attributes() -> None:
@@ -51,20 +25,20 @@ def test_spans_arrive_with_times_parents_and_attributes() -> None:
     tracer.record("decode.queue", request.traceparent, 10.5, 12.0, {"pdrt.room": "r/1"})
     request.end(13.0, {"pdrt.outcome": "stop", "pdrt.output_tokens": 7})
     tracer.close()
-    collector.server.shutdown()
+    collector.close()
     assert collector.paths == ["/v1/traces"]
-    (resource,) = collector.requests[0].resource_spans
-    facts = {a.key: a.value.string_value for a in resource.resource.attributes}
-    assert (facts["service.name"], facts["pdrt.role"]) == ("pdrt", "gateway")
-    assert facts["service.instance.id"] == "00d1"
-    spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
+    facts = collector.requests[0].resource_spans[0].resource.attributes
+    texts = {fact.key: fact.value.string_value for fact in facts}
+    assert (texts["service.name"], texts["service.instance.id"]) == ("pdrt", "00d1")
+    spans = {span.name: span for span in collector.spans()}
     outer, inner = spans["request"], spans["decode.queue"]
-    assert outer.trace_id == inner.trace_id == bytes.fromhex(CLIENT.split("-")[1])
-    assert outer.parent_span_id == bytes.fromhex(CLIENT.split("-")[2])
-    assert inner.parent_span_id == outer.span_id
-    assert outer.end_time_unix_nano - outer.start_time_unix_nano == 3_000_000_000
-    assert inner.end_time_unix_nano - inner.start_time_unix_nano == 1_500_000_000
-    assert {a.key: a.value.int_value for a in outer.attributes}["pdrt.output_tokens"] == 7
+    assert outer.role == "gateway"
+    assert outer.trace == inner.trace == CLIENT.split("-")[1]
+    assert outer.parent == CLIENT.split("-")[2]
+    assert inner.parent == outer.id
+    assert outer.end - outer.start == 3_000_000_000
+    assert inner.end - inner.start == 1_500_000_000
+    assert outer.attributes["pdrt.output_tokens"] == 7
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", CLIENT.replace("00-", "zz-"), "0" * 5000])
@@ -84,7 +58,7 @@ def test_a_client_that_does_not_sample_is_heeded() -> None:
     tracer.record("decode.queue", span.traceparent, 0.0, 1.0, {})
     span.end(1.0, {})
     tracer.close()
-    collector.server.shutdown()
+    collector.close()
     assert collector.requests == []
 
 
