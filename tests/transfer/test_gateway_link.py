@@ -23,12 +23,13 @@ from pdrt.protocol.gateway_messages import (
     Registered,
     Report,
     Role,
+    StepTokens,
     Tokens,
     WorkerToGateway,
 )
 from pdrt.protocol.messages import PROTOCOL_VERSION
 from pdrt.transfer.channel import RouterChannel
-from pdrt.transfer.gateway_link import GatewayLinks, Request
+from pdrt.transfer.gateway_link import TOKENS_PER_FRAME_MAX, GatewayLinks, Request
 from tests.decode.deployment import PROTOCOL, until
 from tests.protocol.traces import FINGERPRINT
 
@@ -261,6 +262,28 @@ async def test_one_of_two_gateways_is_lost() -> None:
     assert worker.lost == [gateways[0].incarnation]
     assert worker.links.send(Tokens(gateways[1].asks(), WORKER, 0, (7,)))
     assert not worker.links.send(Tokens(gateways[0].asks(), WORKER, 0, (7,)))
+    worker.links.close()
+    for gateway in gateways:
+        gateway.channel.close()
+
+
+async def test_the_tokens_of_a_step_go_in_one_frame_to_each_gateway() -> None:
+    gateways = Gateway(0xE0), Gateway(0xE1)
+    worker = Worker(*gateways)
+    await worker.registered(*gateways)
+    stranger = Tokens(RequestId(Incarnation(0xE2), 1, 1), WORKER, 0, (7,))
+    step = [Tokens(gateways[i % 2].asks(i), WORKER, i, (i,)) for i in range(1, 6)]
+    many = [Tokens(gateways[1].asks(i), WORKER, i, (i,)) for i in range(TOKENS_PER_FRAME_MAX + 1)]
+    worker.links.send_step([stranger, *step])
+    worker.links.send_step(many)
+    worker.links.send_step([])
+
+    def heard(gateway: Gateway) -> list[tuple[Tokens, ...]]:
+        return [message.tokens for message in gateway.heard if isinstance(message, StepTokens)]
+
+    await until(lambda: len(heard(gateways[1])) == 3, "three frames")
+    assert heard(gateways[0]) == [tuple(step[1::2])]
+    assert heard(gateways[1]) == [tuple(step[::2]), tuple(many[:-1]), tuple(many[-1:])]
     worker.links.close()
     for gateway in gateways:
         gateway.channel.close()
