@@ -41,7 +41,7 @@ def drain(arguments: Sequence[str]) -> int:
             if not _pause(deadline):
                 print(f"{now} pairs of workers serve after {seconds_max:g} s, of {pairs} before")
                 return EXIT_TIMEOUT
-        print(f"{now} pairs of workers serve; before it were {pairs}")
+        print(f"{now} pairs of workers serve ({pairs} before)")
     return 0
 
 

@@ -99,7 +99,7 @@ def test_it_waits_until_another_serves_in_its_place(
     after = [PREFILL, worker("new")]
     gateway.documents = [before, [PREFILL], [PREFILL, started], [PREFILL, sick], after]
     assert main(["drain", NAME, "--replaced"]) == 0
-    assert capsys.readouterr().out.endswith("1 pairs of workers serve; before it were 1\n")
+    assert capsys.readouterr().out.endswith("1 pairs of workers serve (1 before)\n")
     assert gateway.documents == [after]
 
 
