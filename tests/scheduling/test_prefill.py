@@ -472,6 +472,24 @@ def test_what_another_room_has_computed_in_the_meantime_is_adopted() -> None:
     assert [prefill.pages.owner(page) for page in own] == [prefill.job(2).owner] * 2
 
 
+def test_what_is_scored_adopts_nothing() -> None:
+    prefill = Prefill(pages=100, tokens=8)
+    prefill.add(60)
+    prefill.add(40, common=40, sampling=scored())
+    prefill.step()
+    prefill.add(13, common=13)
+    prefill.step()
+    prefill.step()
+    assert prefill.step() == [(1, 12, 16), (3, 12, 13), (2, 4, 7)]
+    assert (prefill.job(2).cached, prefill.job(3).cached) == (0, 4)
+
+
+def test_nobody_sits_out_for_less_than_its_turn_would_give_it() -> None:
+    prefill = Prefill(pages=100, tokens=16)
+    prefill.add(40, 17, common=4)
+    assert prefill.step() == [(1, 0, 8), (2, 0, 8)]
+
+
 def test_a_partly_computed_page_is_given_up_for_a_whole_one() -> None:
     prefill = Prefill(pages=100, tokens=6)
     prefill.add(24, common=24)
