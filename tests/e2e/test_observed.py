@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from pdrt.cli.main import main
 from pdrt.observe.families import FAMILIES
 from tests.e2e.conftest import TINY_FLAGS
-from tests.e2e.deployment import Deployment, wait
+from tests.e2e.deployment import ROOT, Deployment, wait
 from tests.observe.collector import Collector
 
 pytestmark = pytest.mark.e2e
@@ -151,3 +153,24 @@ def test_status_and_bench_as_commands(
     assert main(arguments) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[:5] == ["c2", "20", "5", "4", "0"]
+
+
+def test_every_field_of_the_status_is_documented(observed: Observed) -> None:
+    status = observed.deployment.status()
+    assert status is not None
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "status.md").read_text()))
+    keys = {*status, *status["gateway"], *status["gateway"]["totals"]}
+    for worker in status["workers"]:
+        keys |= {*worker, *worker["load"], *worker["status"], *worker["status"]["totals"]}
+        for name in ("leases", "requests", "rooms", "writers", "decode_peers", "gateways"):
+            for entry in worker["status"].get(name, []):
+                keys |= set(entry)
+    assert keys - documented == set()
+
+
+def test_the_live_view_in_a_pipe_ends_with_ctrl_c(observed: Observed) -> None:
+    run = observed.deployment.run("watch", "status", "--url", observed.deployment.url, "--watch=.2")
+    run.wait_for(r"last \d+ s", 2)
+    run.send(signal.SIGINT)
+    assert run.wait() == 0
+    assert "\x1b" not in run.text()
