@@ -49,7 +49,6 @@ START_SECONDS_MAX = 120.0
 """Import of xgrammar and transformers on a busy machine."""
 ANSWER_SECONDS_MAX = 60.0
 """A process ends by itself when it has computed for too long; this is for one that is stopped."""
-CLOSE_SECONDS_MAX = 10.0
 COMPILED_AT_ONCE = 4
 """So that one that takes long holds up three others at most, not all."""
 TOO_MUCH = "it takes too much time or memory to compile; make it smaller, or less nested"
@@ -212,13 +211,10 @@ class Server:
             raise RequestRefused(answer.text)
 
     def close(self) -> None:
-        """End it; what was forked from it goes on."""
+        """End it, in whatever it is at; what was forked from it goes on."""
         self.link.close()
-        try:
-            self._process.wait(CLOSE_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
     @property
     def is_alive(self) -> bool:
@@ -259,9 +255,11 @@ class Grammars:
 
         Raises:
             RequestRefused: xgrammar is not installed, or refuses the grammar, or cannot compile it
-                within its limits of time and memory.
+                within its limits of time and memory; or the model has no end.
         """
         check_grammar(grammar)
+        if not self._ends.any():
+            raise RequestRefused("this model names no end token, so no grammar could ever end")
         server = await self._started()
         future = self._compiled.get(grammar)
         if future is None or _is_lost(future):

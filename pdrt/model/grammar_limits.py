@@ -3,6 +3,8 @@ xgrammar, so that a gateway can tell at once. Whether it compiles, the workers f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from pdrt.errors import RequestRefused
@@ -57,14 +59,12 @@ def _check_json(text: str, kinds: tuple[type, ...], what: str) -> None:
 def _is_deeper(value: object) -> bool:
     """Level by level, as recursion has its own limit."""
     level = [value]
-    for _ in range(DEPTH_MAX + 1):
-        inner: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner.extend(item.values())
-            elif isinstance(item, list):
-                inner.extend(item)
-        if not inner:
-            return False
-        level = inner
-    return True
+    for _ in range(DEPTH_MAX):
+        level = [inner for item in level for inner in _items(item)]
+    return any(isinstance(item, dict | list) for item in level)
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

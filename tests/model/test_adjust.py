@@ -87,13 +87,12 @@ def naive(logits: list[float], row: Row) -> list[float]:
     assert s is not None
     output = list(row.history[len(row.history) - row.output_tokens :])
     result = []
-    for token, value in enumerate(logits):
-        value += dict(s.logit_bias).get(token, 0.0)
+    for token, logit in enumerate(logits):
+        value = logit + dict(s.logit_bias).get(token, 0.0)
         if token in row.history:
-            value = value / s.repetition_penalty if value > 0 else value * s.repetition_penalty
-        value -= s.frequency_penalty * output.count(token)
-        value -= s.presence_penalty * (token in output)
-        result.append(value)
+            value *= s.repetition_penalty if value < 0 else 1 / s.repetition_penalty
+        counted = s.frequency_penalty * output.count(token)
+        result.append(value - counted - s.presence_penalty * (token in output))
     return result
 
 
