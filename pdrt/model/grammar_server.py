@@ -57,7 +57,8 @@ newlines until `max_tokens`. Enough for any usual indentation."""
 CONTROL = frozenset(range(0x20)) - {0x0A, 0x0D}
 NOT_INSTALLED = (
     "structured outputs need xgrammar on this server: pip install 'pdrt[grammar]', or where there "
-    "is no GPU, without its 1 GB of CUDA compilers: pip install --no-deps xgrammar apache-tvm-ffi"
+    "is no GPU, without its 1 GB of triton: pip install pydantic, then pip install --no-deps "
+    "xgrammar apache-tvm-ffi"
 )
 
 
