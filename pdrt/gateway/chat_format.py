@@ -108,11 +108,16 @@ class ChatEvents:
         self._prompt: PromptShown | None = None
         """What the first event, of the role, shows of it; None when that was sent."""
         self._has_calls = False
+        self._is_plain = parser is None and not shown.token_ids
 
     def begin(self, prompt: PromptShown) -> None:
         self._prompt = prompt
 
     def push(self, piece: Piece, usage: ChunkUsage) -> bytes:
+        # What most events are.
+        if self._is_plain and self._prompt is None and piece.text and not piece.scored:
+            choice = ChatChunkChoice(self._index, ChatDelta(content=piece.text))
+            return self._chunk(choice, usage)
         return self._events(piece, usage, is_last=False)
 
     def finish(self, piece: Piece, finish_reason: FinishedBy, usage: ChunkUsage) -> bytes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Tokenizer:
         self.vocab_size: int = len(self._inner)
         self.chat_template = ChatTemplate(self._inner)
         self.token_bytes = TokenBytes(self._inner)
+        self._decode = _decode_of(self._inner)
         self._special_ids: dict[str, int] = {
             token.content: token_id
             for token_id, token in self._inner.added_tokens_decoder.items()
@@ -61,12 +63,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, without any clean-up of spaces: that would change earlier text."""
-        text: str = self._inner.decode(
-            token_ids,
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return text
+        return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
         self,
@@ -113,6 +110,22 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """A token as text: U+FFFD where its bytes are no whole characters."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def _decode_of(inner: Any) -> Callable[..., str]:
+    """`decode` of a tokenizer of transformers, without clean-up. Where it comes down to that of its
+    backend, that one: called twice per output token, the way there costs more than the work."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(inner)
+    is_plain = isinstance(inner, PreTrainedTokenizerFast) and (
+        kind.decode is PreTrainedTokenizerFast.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    )
+    if is_plain:
+        decode: Callable[..., str] = inner.backend_tokenizer.decode
+        return decode
+    return functools.partial(inner.decode, clean_up_tokenization_spaces=False)
 
 
 class _Keeping:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdrt.errors import RequestRefused
 from pdrt.model.token_bytes import TokenBytes
-from pdrt.model.tokenizer import Tokenizer
+from pdrt.model.tokenizer import Tokenizer, _decode_of
 from tests.model.templates import TEMPLATES
 from tests.model.test_detokenizer import TEXTS, make_metaspace
 from tests.model.tiny import CHAT_TEMPLATE, make_tokenizer
@@ -29,6 +29,7 @@ TOOLS = [
         },
     }
 ]
+INNER = make_tokenizer()
 HELLO = {"role": "user", "content": "Hello"}
 CALL = {
     "role": "assistant",
@@ -219,3 +220,21 @@ def test_added_tokens_have_the_bytes_of_their_text() -> None:
     for text in ("<tool_call>", "日本", "a b"):
         (token_id,) = inner.encode(text, add_special_tokens=False)
         assert token_bytes(token_id) == text.encode()
+
+
+@given(st.lists(st.integers(0, 379), max_size=12), st.booleans())
+def test_decoding_is_that_of_transformers(ids: list[int], skips: bool) -> None:
+    expected = INNER.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+    assert _decode_of(INNER)(ids, skip_special_tokens=skips) == expected
+
+
+def test_a_tokenizer_that_decodes_its_own_way_keeps_it() -> None:
+    inner = make_tokenizer()
+
+    class Shouting(type(inner)):  # type: ignore[misc]
+        def _decode(self, *arguments: Any, **options: Any) -> str:
+            return str(super()._decode(*arguments, **options)).upper()
+
+    inner.__class__ = Shouting
+    ids = inner.encode("the fox")
+    assert _decode_of(inner)(ids, skip_special_tokens=True) == "THE FOX"
