@@ -25,15 +25,17 @@ from pdrt.gateway.http import (
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.openapi import openapi
 from pdrt.gateway.operations import Operations
+from pdrt.gateway.page import page_routes
 from pdrt.gateway.served_model import ServedModel
 from pdrt.gateway.tokenization import Tokenization
 
 
 def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
     """Everything a client can reach."""
+    page = page_routes()
     app = Starlette(
-        routes=api_routes(hub, model, config),
-        middleware=[Middleware(ApiKey, keys=config.api.api_key)] if config.api.api_key else [],
+        routes=[*api_routes(hub, model, config), *page],
+        middleware=_keys(config.api.api_key, OPEN_PATHS | {route.path for route in page}),
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,
@@ -49,7 +51,7 @@ def api_routes(hub: Hub, model: ServedModel, config: GatewayConfig) -> list[Rout
     admission = Admission(hub, model.identity, config)
     completions = Completions(hub, model, admission, config)
     tokenization = Tokenization(model, admission, config)
-    operations = Operations(hub, model, openapi(bool(config.api.api_key), OPEN_PATHS))
+    operations = Operations(hub, model, openapi(model.name, bool(config.api.api_key), OPEN_PATHS))
     return [
         Route("/v1/chat/completions", completions.chat, methods=["POST"]),
         Route("/v1/completions", completions.completion, methods=["POST"]),
@@ -67,6 +69,10 @@ def api_routes(hub: Hub, model: ServedModel, config: GatewayConfig) -> list[Rout
         Route("/workers/{worker}/gone", operations.gone, methods=["POST"]),
         Route("/debug/check", operations.check),
     ]
+
+
+def _keys(keys: tuple[str, ...], open_paths: frozenset[str]) -> list[Middleware]:
+    return [Middleware(ApiKey, keys=keys, open_paths=open_paths)] if keys else []
 
 
 def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:

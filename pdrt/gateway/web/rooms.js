@@ -21,10 +21,7 @@ export function roomsInFlight(workers) {
 
 export function phase({ lease, source }) {
   if (lease?.state === "revoking") return lease.quarantined ? "quarantined" : "revoking";
-  if (!source) return "handing over";
-  if (source.state === "closing") return "closing";
-  if (source.tokens && source.computed >= source.tokens) return "transferring";
-  return source.computed ? "computing" : "queued";
+  return source?.phase ?? "handing over";
 }
 
 function row(room) {
