@@ -10,6 +10,7 @@ import pytest
 from pdrt.protocol.gateway_messages import FinishReason, Submit
 from tests.gateway.conftest import Deployment, eventually
 from tests.gateway.stand_in import says
+from tests.model.tiny import EOS_ID
 
 EMOJI = "héllo 👩‍👩‍👧 🙂 end"
 
@@ -149,7 +150,17 @@ async def test_sampling_reaches_the_worker(deployment: Deployment) -> None:
         user="me",
         n=1,
         logprobs=False,
-        extra_body={"top_k": 4, "min_p": 0.1, "ignore_eos": True, "min_tokens": 1},
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"7": -100, "5": 1.5},
+        extra_body={
+            "top_k": 4,
+            "min_p": 0.1,
+            "ignore_eos": True,
+            "min_tokens": 1,
+            "repetition_penalty": 1.5,
+            "cache_salt": "mine",
+        },
         extra_headers={"X-Request-Timeout": "5"},
     )
     (submit,) = decode.submits
@@ -158,7 +169,40 @@ async def test_sampling_reaches_the_worker(deployment: Deployment) -> None:
     assert (sampling.temperature, sampling.top_p) == (0.5, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.ignore_eos) == (4, 0.1, True)
     assert sampling.seed == 2**64 - 1
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert sampling.repetition_penalty == 1.5
+    assert sampling.logit_bias == ((5, 1.5), (7, -100.0))
+    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.grammar) == (None, None, None)
+    assert (submit.cache_salt, submit.context.request_id != "") == ("mine", True)
     assert 4 < submit.seconds_max <= 5
+
+
+async def test_what_ends_the_output_may_be_a_part_of_it(deployment: Deployment) -> None:
+    _, decode = await deployment.pair()
+    output = deployment.ids("ab<end>cd")
+    decode.on_submit = says(decode, output)
+    body = {"include_stop_str_in_output": True}
+    for is_stream in (False, True):
+        text, _, _ = await _complete(deployment, is_stream, stop="<end>", extra_body=body)
+        assert text == "ab<end>"
+    decode.on_submit = says(decode, [*deployment.ids("a"), EOS_ID])
+    for extra, expected in (
+        ({}, "a"),
+        ({"skip_special_tokens": False}, "a"),
+        ({"include_stop_str_in_output": True}, "a"),
+        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "a<|im_end|>"),
+    ):
+        text, _, _ = await _complete(deployment, False, extra_body=extra)
+        assert text == expected
+
+
+async def _complete(deployment: Deployment, is_stream: bool, **fields: Any) -> tuple[str, str, Any]:
+    done = await deployment.client.completions.create(
+        model="tiny", prompt="x", max_tokens=64, stream=is_stream, **fields
+    )
+    chunks = [chunk async for chunk in done] if is_stream else [done]
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    return text, chunks[-1].choices[0].finish_reason, chunks[-1].usage
 
 
 async def test_text_parts_and_the_developer_role(deployment: Deployment) -> None:

@@ -24,7 +24,7 @@ from pdrt.model.tokenizer import Tokenizer
 from tests.gateway.conftest import Deployment
 
 LIMITS = Limits(tokens_max=512, choices_max=128, logprobs_max=20, grammar_bytes_max=65536)
-DOCUMENT: dict[str, Any] = msgspec.json.decode(openapi(True, frozenset({"/health"})))
+DOCUMENT: dict[str, Any] = msgspec.json.decode(openapi("tiny", True, frozenset({"/health"})))
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 
 MESSAGE = {"role": "user", "content": "hi"}
@@ -222,7 +222,7 @@ def test_references_lead_somewhere() -> None:
 def test_keys_are_described_where_they_are_asked_for() -> None:
     assert "401" in DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]
     assert "security" not in DOCUMENT["paths"]["/health"]["get"]
-    document = msgspec.json.decode(openapi(False, frozenset()))
+    document = msgspec.json.decode(openapi("tiny", False, frozenset()))
     assert "securitySchemes" not in document["components"]
     assert "401" not in document["paths"]["/v1/completions"]["post"]["responses"]
 
