@@ -39,7 +39,7 @@ class RoomEnds:
                 "outcome": drained.outcome.value,
                 "reason": drained.reason.value if drained.reason is not None else "-",
                 "prompt_tokens": job.length,
-                "computed_tokens": job.computed,
+                "computed_tokens": job.computed - job.found,
                 "cached_tokens": job.found,
                 "bytes": drained.bytes_written,
                 "seconds": now - job.queued_at,
