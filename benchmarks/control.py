@@ -147,7 +147,7 @@ async def measure(batch: int, steps: int, address: str, peer: Incarnation) -> di
     limits = SchedulerConfig(max_num_seqs=batch, stream_tokens_max=1 << 30)
     worker = DecodeWorker(WorkerConfig(gateway=(address,), scheduler=limits), executor)  # type: ignore[arg-type]
     running = asyncio.create_task(worker.run())
-    while worker.links.gateways()[0]["gateway"] is None:
+    while worker.links.gateways()[0]["gateway"] is None:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     for serial in range(1, batch + 1):
         join(worker, peer, serial)
