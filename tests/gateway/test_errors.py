@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from pdrt.gateway.errors import ApiError
-from pdrt.gateway.schema.bodies import OFF, ChatBody, CompletionBody
+from pdrt.gateway.schema.bodies import OFF
 from pdrt.gateway.schema.bounds import Limits
 from pdrt.gateway.schema.parsing import parse_chat, parse_completion
 from pdrt.protocol.gateway_messages import FinishReason, Role
