@@ -51,6 +51,11 @@ class Grammars:
     def matcher(self, request: RequestId) -> Matcher:
         return self._matchers[request]
 
+    def failure(self, request: RequestId) -> str | None:
+        """Why its output could not follow its grammar in the last step, if so."""
+        matcher = self._matchers.get(request)
+        return None if matcher is None else matcher.failure
+
     def forget(self, request: RequestId) -> None:
         """The request is over."""
         self._matchers.pop(request, None)

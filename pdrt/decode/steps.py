@@ -99,7 +99,8 @@ class Steps:
             if self._worker.loop.is_ending:
                 return []
             log.exception("decode step failed")
-            return [self._failed(request, repr(error)) for request in sequences]
+            why = repr(error)
+            return [self._failed(each, FinishReason.FAILED, why) for each in sequences]
         if self._worker.loop.is_ending:
             return []  # its requests have been told, and are gone
         now = time.monotonic()
@@ -108,6 +109,10 @@ class Steps:
         outcomes: list[Outcome] = []
         for request, token, logprobs in rows:
             assert token is not None, request.request
+            failure = self._worker.grammars.failure(request.request)
+            if failure is not None:
+                outcomes.append(self._failed(request, FinishReason.REJECTED, failure))
+                continue
             spoken = Spoken(token, request.output_tokens, logprobs, now)
             outcomes.append(self._stepped(request, spoken))
         return outcomes
@@ -126,12 +131,12 @@ class Steps:
             self._remove(request)
         return Outcome(request, told, end)
 
-    def _failed(self, request: DecodeRequest, detail: str) -> Outcome:
-        """Its KV is undefined: nothing of it is kept."""
+    def _failed(self, request: DecodeRequest, reason: FinishReason, detail: str) -> Outcome:
+        """Nothing of it is kept: its KV may be undefined."""
         self._worker.scheduler.step_failed(request)
         self._worker.kv.release(request)
         self._remove(request)
-        return Outcome(request, None, request.ended or End(FinishReason.FAILED, detail))
+        return Outcome(request, None, request.ended or End(reason, detail))
 
     def _remove(self, request: DecodeRequest) -> None:
         self._worker.scheduler.remove(request)

@@ -16,6 +16,10 @@ class Matcher(Protocol):
     time; its state is a function of the output tokens, so that a resumed request makes a new one.
     """
 
+    failure: str | None
+    """Why the output cannot follow its grammar any further, if it cannot: the token of the step in
+    which that was found, and all after it, is an end that the grammar did not ask for."""
+
     def advance(self, output_ids: Sequence[int]) -> None:
         """Take in what is new in `output_ids`, the whole output so far: longer than at the last
         call, or the same."""

@@ -172,6 +172,20 @@ async def test_a_grammar_that_cannot_be_compiled(pair: Pair, first: str) -> None
     assert stream.finishes == 1
 
 
+async def test_a_grammar_that_cannot_be_followed_any_further(pair: Pair) -> None:
+    """The token of that step is not the model's, and is told to nobody."""
+    stream, other = pair.submit(prompt_of(10), 60, grammar=WORD), pair.submit(prompt_of(9, 1), 60)
+    await until(lambda: len(stream.tokens) > 2, "some tokens")
+    pair.decode.grammars.matcher(stream.request).failure = "its matching takes too long"
+    finished = await stream.end()
+    assert finished.reason is FinishReason.REJECTED
+    assert finished.detail == "its matching takes too long"
+    assert stream.tokens == output_of(prompt_of(10), len(stream.tokens))
+    assert len(stream.tokens) < 60
+    assert (await other.end()).reason is FinishReason.LENGTH
+    await pair.serves()
+
+
 # Time
 
 

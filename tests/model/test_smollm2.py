@@ -13,10 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pdrt.errors import ModelError
+from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
 from pdrt.model.fetch import DEFAULT_MODEL, resolve_model
 from pdrt.model.identity import read_identity
 from pdrt.model.tokenizer import Tokenizer
+from pdrt.sampling import TokenLogprobs
 from tests.model.conftest import LoadExecutor
 from tests.model.sequences import PageSource, Run, run_step
 
@@ -107,6 +109,34 @@ def test_float32_is_what_generate_gives(
         # `generate` stops at the end token; the executor leaves that to its caller.
         assert run.output[: len(expected)] == expected
     assert "Paris" in tokenizer.decode(runs[0].output)
+
+
+def test_prompt_logprobs_are_those_of_transformers(
+    directory: Path, tokenizer: Tokenizer, load_executor: LoadExecutor
+) -> None:
+    executor = load_executor(directory, max_model_len=256, kv_cache_memory_bytes=48 * 2**20)
+    ids = chat(tokenizer, QUESTIONS[0])
+    scores: list[TokenLogprobs] = []
+    for start in range(0, len(ids), CHUNK):
+        end = min(start + CHUNK, len(ids))
+        row = Row(
+            token_ids=ids[start:end],
+            start=start,
+            pages=range(8),
+            sampling=None,
+            scored=ids[start + 1 : end + 1],
+            scored_top=5,
+        )
+        scores += executor.step_blocking([row]).scores[0]
+    with torch.inference_mode():
+        logits = load_plain(directory, torch.float32)(torch.tensor([ids])).logits[0]
+    expected = logits.log_softmax(-1)
+    assert len(scores) == len(ids) - 1
+    for position, told in enumerate(scores):
+        logprob = float(expected[position, ids[position + 1]])
+        assert told.logprob == pytest.approx(logprob, abs=1e-4)
+        best = expected[position].topk(5).values.tolist()
+        assert [value for _, value in told.top] == pytest.approx(best, abs=1e-4)
 
 
 @pytest.mark.slow

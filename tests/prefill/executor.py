@@ -113,6 +113,7 @@ class StandInMatcher:
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self.output: list[int] = []
+        self.failure: str | None = None
 
     def advance(self, output_ids: Sequence[int]) -> None:
         assert list(output_ids[: len(self.output)]) == self.output
