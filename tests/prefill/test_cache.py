@@ -208,6 +208,8 @@ async def test_cached_source_pages_stay_until_their_room_has_drained(
     await peer.say(with_tokens(peer.make_grant(2, 40, tuple(range(20, 30))), tokens))
     await until(copies.begun.is_set, "the copy of the cached pages")
     await peer.revoke(2)
+    rooms = prefill.worker.table.rooms
+    await until(lambda: all(room.reason for room in rooms.values()), "its Revoke")
     prefill.executor.gate.set()
     await until(lambda: not prefill.executor.is_running, "the forward")
     await peer.say(peer.make_grant(3, 96))  # 24 of 32 pages
