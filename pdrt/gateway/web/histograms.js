@@ -49,10 +49,11 @@ export function drawHistogram(place, figures, buckets) {
   figures.textContent = total
     ? `p50 ${duration(quantile(buckets, 0.5))} · p99 ${duration(quantile(buckets, 0.99))} · n ${total}`
     : "nothing yet";
-  place.replaceChildren(...buckets.map(([bound, count]) => {
+  place.replaceChildren(...buckets.map(([bound, count], index) => {
     const bar = element("i");
     bar.style.height = `${(80 * count) / most}%`;
-    const column = element("div", "", bar, tick(bound));
+    const label = element("span", "", index % 2 ? "\u00a0" : tick(bound)); // every one does not fit
+    const column = element("div", "", bar, label);
     column.title = `up to ${tick(bound)}: ${count}`;
     return column;
   }));
