@@ -190,7 +190,10 @@ def _described(operation: Operation, by_type: dict[type, Schema], is_closed: boo
     def schema(kind: type | Schema) -> Schema:
         return by_type[kind] if isinstance(kind, type) else kind
 
-    responses = {200: _response(200, {m: schema(k) for m, k in operation.answers.items()})}
+    answers = {media: schema(kind) for media, kind in operation.answers.items()}
+    if EVENTS in answers:
+        answers[EVENTS] = _events(answers[EVENTS])
+    responses = {200: _response(200, answers)}
     for status in (*operation.errors, *((401,) if is_closed else ())):
         responses[status] = _response(status, {JSON: by_type[ErrorAnswer]})
     for status, kind in operation.others.items():
@@ -210,6 +213,16 @@ def _described(operation: Operation, by_type: dict[type, Schema], is_closed: boo
             for name in operation.parameters
         ]
     return described
+
+
+def _events(of_each: Schema) -> Schema:
+    return {
+        "type": "string",
+        "description": "Server-sent events, where the body asks to `stream`. The `data` of each is "
+        "JSON, but for the last: `[DONE]`. After an error there is none.",
+        "contentMediaType": JSON,
+        "contentSchema": of_each,
+    }
 
 
 def _response(status: int, content: dict[str, Schema]) -> Schema:
