@@ -22,6 +22,7 @@ NewId = Callable[[], str]
 _NAME = re.compile(NAME_PATTERN)
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_-]+")
 _ARGUMENTS = ("arguments", "parameters")
+_OURS = ("name", *_ARGUMENTS)
 _BESIDES = ("type", "id")
 """What else a call that no marker announces may hold: JSON with other keys is an answer."""
 
@@ -40,7 +41,6 @@ class CallParser(Parser):
     def _start(self, name: str) -> None:
         self._deltas.append(ToolCallStart(self._calls, self._call_id(), name))
         self._calls += 1
-        self._reader.drop()
 
     def _call_id(self) -> str:
         return f"call_{self._new_id()}"
@@ -73,7 +73,7 @@ class CallParser(Parser):
                     else:
                         held = []
                         yield from json_value(reader, held.append)
-                case key if is_marked or key in _BESIDES:
+                case key if key in _BESIDES or (is_marked and key not in _OURS):
                     yield from json_value(reader, lambda _: None)
                 case _:
                     raise NotACall

@@ -203,6 +203,8 @@ def test_a_forced_call_is_a_call_and_the_parser_finds_it(style: str) -> None:
         assert answer.calls == [("get_weather", {"city": "Paris"})] * count
         assert answer.content == ""
     assert not takes(grammar, "Hello")
+    assert not takes(grammar, "")
+    assert not takes(grammar, "[TOOL_CALLS][]")
     assert not takes(grammar, CALLS[style].replace("city", "town"))
     assert not takes(grammar, CALLS[style].replace("get_weather", "get_time"))
     assert not takes(grammar, CALLS[style].replace("get_weather", "made_up"))

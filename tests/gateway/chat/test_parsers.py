@@ -58,6 +58,8 @@ def test_calls_are_found(
         ("hermes", '<tool_call>{"name": "get_time", "arguments": "{}"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}, "arguments": {}, "name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "name": "g"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "get_time"'),
         ("hermes", "<tool_call>"),
         ("llama3_json", '{"answer": 42}'),
@@ -86,8 +88,15 @@ def test_what_only_looks_like_a_call_is_content_word_for_word(style: str, text: 
     [
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": True}}', '{"a": ', "True}}"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, oops', '{"a": 1}', ", oops"),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {}, "id": 1, "name": 2}',
+            "{}",
+            ', "id": 1, "name": 2}',
+        ),
         ("mistral", '[TOOL_CALLS]f{"a" 1}', '{"a" ', "1}"),
         ("pythonic", "[get_time(a=1, b=f())]", '{"a": 1, "b": ', "f())]"),
+        ("pythonic", "[get_time(a=1, a=2)]", '{"a": 1', ", a=2)]"),
     ],
 )
 def test_a_call_that_breaks_off_is_content_from_there_on(
