@@ -216,8 +216,8 @@ def _described(operation: Operation, by_type: dict[type, Schema], is_closed: boo
 
 
 def _events(of_each: Schema) -> Schema:
+    # No type: OpenAPI 3.1 cannot say whether it is of the stream or of an event.
     return {
-        "type": "string",
         "description": "Server-sent events, where the body asks to `stream`. The `data` of each is "
         "JSON, but for the last: `[DONE]`. After an error there is none.",
         "contentMediaType": JSON,
