@@ -141,6 +141,9 @@ class PrefillScheduler:
         for job in self._pending.values():
             if job.has_started:
                 self._adopt(job)
+            elif job.is_blocked:
+                # All that it may compute now may have been found since: it needs no turn then.
+                self._find(job)
         runnable = [job for job in self._pending.values() if job.remaining]
         waiting = self._start_oldest(runnable)
         oldest = next((job for job in runnable if job.has_started), None)

@@ -407,6 +407,23 @@ def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
     assert prefill.job(2).cached == cached
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_who_has_nothing_to_compute_but_a_blocked_token_takes_no_turn(rows: int) -> None:
+    prefill = Prefill(tokens=100, rows=rows)
+    prefill.add(9)
+    prefill.plan()
+    same = make_grant(1, 9)
+    for serial in range(2, 2 + rows):
+        blocked = msgspec.structs.replace(same, room=room(serial))
+        prefill.scheduler.add(blocked, prefill.now, is_blocked=True)
+    prefill.serial = 1 + rows
+    prefill.add(12)
+    prefill.finish()
+    assert prefill.step() == [(prefill.serial, 0, 12)]
+    prefill.scheduler.unblock(room(2))
+    assert prefill.step() == [(2, 8, 9)]
+
+
 def test_a_forward_that_failed_is_not_found() -> None:
     prefill = Prefill(tokens=8)
     prefill.add(20, common=20)
