@@ -216,12 +216,11 @@ def _described(operation: Operation, by_type: dict[type, Schema], is_closed: boo
 
 
 def _events(of_each: Schema) -> Schema:
-    # No type: OpenAPI 3.1 cannot say whether it is of the stream or of an event.
+    # OpenAPI 3.1 has no words for it.
     return {
         "description": "Server-sent events, where the body asks to `stream`. The `data` of each is "
-        "JSON, but for the last: `[DONE]`. After an error there is none.",
-        "contentMediaType": JSON,
-        "contentSchema": of_each,
+        "JSON as in `x-event-data`, but for the last: `[DONE]`. After an error there is none.",
+        "x-event-data": of_each,
     }
 
 
