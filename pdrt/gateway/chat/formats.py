@@ -124,7 +124,7 @@ def _choice(choices: list[str], param: str) -> Grammar:
         raise invalid(f"'{param}' must hold 1 to {CHOICES_MAX} strings", param)
     if not all(choices):
         raise invalid(f"A string of '{param}' must not be empty", param)
-    constants = [{"type": "const_string", "value": choice} for choice in dict.fromkeys(choices)]
+    constants = [{"type": "const_string", "value": choice} for choice in choices]
     return _structural_tag({"type": "or", "elements": constants})
 
 
