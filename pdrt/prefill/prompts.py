@@ -28,6 +28,11 @@ class Prompts:
     def set_matcher(self, room: RoomId, matcher: Matcher) -> None:
         self._matchers[room] = matcher
 
+    def failure(self, room: RoomId) -> str | None:
+        """Why the token that a step has sampled is not one of its grammar, if so."""
+        matcher = self._matchers.get(room)
+        return None if matcher is None else matcher.failure
+
     def row(self, job: PrefillJob, chunk: Chunk) -> Row:
         """One room's part of a step."""
         grant = job.grant

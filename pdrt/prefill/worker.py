@@ -223,8 +223,10 @@ class PrefillWorker:
         job = self.scheduler.jobs[chunk.room]
         finished = self.scheduler.finish(chunk, time.monotonic())
         self._prompts.add_scores(chunk.room, result.scores[index])
-        token = result.tokens[index]
-        if token is not None:
+        token, failure = result.tokens[index], self._prompts.failure(chunk.room)
+        if failure is not None:
+            self.handover.apply(self.table.end_room(chunk.room, Reason.REJECTED, failure))
+        elif token is not None:
             first = FirstTokenData(token, job.length, job.cached, result.logprobs[index])
             self.handover.apply(self.table.first_token(chunk.room, first))
         if chunk.is_last:

@@ -108,7 +108,8 @@ class Gate:
 
 
 class StandInMatcher:
-    """A grammar that permits everything, and remembers what it was shown."""
+    """A grammar that permits everything, and remembers what it was shown. The grammar `lost` can be
+    followed no further from its first token on."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
@@ -118,6 +119,8 @@ class StandInMatcher:
     def advance(self, output_ids: Sequence[int]) -> None:
         assert list(output_ids[: len(self.output)]) == self.output
         self.output = list(output_ids)
+        if self.grammar.text == "lost":
+            self.failure = "the process is lost"
 
     def fill(self, bitmask: object, row: int) -> None:
         raise AssertionError("the stand-in has no logits")

@@ -85,6 +85,20 @@ async def test_a_grammar_that_is_refused_ends_its_room(
     assert "has no words" in drained.detail
 
 
+async def test_no_token_of_a_grammar_that_cannot_be_followed(
+    prefill: Prefill, peer: DecodePeer
+) -> None:
+    """It would be an end that the grammar did not ask for."""
+    await peer.say(asking(peer, 1, 20, grammar_of("lost")))
+    drained = await peer.drained(1)
+    assert (drained.outcome, drained.reason) == (Outcome.ENDED, Reason.REJECTED)
+    assert (drained.retryable, drained.first) == (False, None)
+    assert drained.detail == "the process is lost"
+    assert not [m for m in peer.heard if isinstance(m, FirstToken)]
+    await prefill.deployment.quiet()
+    assert len(prefill.worker.cache) == 5, "its KV is sound"
+
+
 async def test_no_grammar_is_compiled_where_nothing_is_sampled(
     prefill: Prefill, peer: DecodePeer
 ) -> None:
