@@ -28,6 +28,8 @@ class PrefillRank(Rank):
     def __init__(self, worker: Process, index: int) -> None:
         super().__init__(worker, index)
         self.writers: dict[RoomId, RoomWriter] = {}
+        self.lost: set[RoomId] = set()
+        """Rooms whose task has failed under a forward."""
         self.grants: dict[RoomId, Grant] = {}
         self.engines: dict[tuple[Incarnation, int], EngineInstance] = {}
 
@@ -84,6 +86,8 @@ class PrefillRank(Rank):
 
     def forward_done(self, forward: Forward) -> None:
         for part in forward.parts:
+            if part.room in self.lost:
+                self.report_lost(part.room)
             writer = self.writers.get(part.room)
             if writer is None or (self.index, part.room) not in forward.started:
                 continue
@@ -126,16 +130,17 @@ class PrefillRank(Rank):
             self.carry_out(writer, writer.settled(write_id, outcome))
 
     def lose_task(self, room: RoomId) -> None:
-        """The room's task fails with an unexpected exception; it says so once no forward fills the
-        room's pages."""
-        writer = self.writers.get(room)
-        if writer is None:
-            return
-        if writer._forwards:
-            self.worker.world.sim.after(0.01, self.post, self.lose_task, room)
-        else:
-            del self.writers[room]
-            self.report(room, RankEnd(Outcome.UNSETTLED, Reason.TASK_FAILED, 0))
+        """The room's task fails with an unexpected exception. It hears nothing more, and says so
+        once no forward fills the room's pages."""
+        writer = self.writers.pop(room, None)
+        if writer is not None and writer._forwards:
+            self.lost.add(room)
+        elif writer is not None:
+            self.report_lost(room)
+
+    def report_lost(self, room: RoomId) -> None:
+        self.lost.discard(room)
+        self.report(room, RankEnd(Outcome.UNSETTLED, Reason.TASK_FAILED, 0))
 
 
 class Part:
