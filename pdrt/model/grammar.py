@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import socket
 import subprocess
 import sys
@@ -87,6 +88,13 @@ class Link:
         if not data:
             raise ProcessLost("it has ended")
         return self._decoder.decode(data)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other end is; asked of those who send nothing by themselves."""
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        return not poll.poll(0)
 
     def send_grammar(self, grammar: Grammar, end: socket.socket) -> None:
         """Ask a server for a process that compiles `grammar` and talks over `end`.
@@ -216,11 +224,7 @@ class Server:
         self._process.kill()
         self._process.wait()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def compile(self, grammar: Grammar) -> GrammarProcess | RequestRefused:
+    def compile(self, grammar: Grammar) -> Compiled:
         """Waits for it; may be called by several threads."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link = Link(ours)
@@ -228,11 +232,16 @@ class Server:
             with theirs:
                 self.link.send_grammar(grammar, theirs)
             answer = link.receive(ANSWER_SECONDS_MAX)
-        except ProcessLost:
-            return RequestRefused(TOO_MUCH)
+        except ProcessLost as lost:
+            # A server closes its own socket before those that are on their way to it.
+            return RequestRefused(TOO_MUCH) if self.link.is_open else lost
         if isinstance(answer, Refused):
             return RequestRefused(answer.text)
         return GrammarProcess(link)
+
+
+Compiled = GrammarProcess | RequestRefused | ProcessLost
+"""The last one where the server was lost: that says nothing about the grammar."""
 
 
 class Grammars:
@@ -246,9 +255,7 @@ class Grammars:
         """Once there was a grammar; the latest, should one have died."""
         # Least recently used first. Refusals too, so that asking again costs nothing. What is
         # not done is never dropped: as many as there are requests.
-        self._compiled: OrderedDict[Grammar, Future[GrammarProcess | RequestRefused]] = (
-            OrderedDict()
-        )
+        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
 
     async def matcher(self, grammar: Grammar) -> OutputMatcher:
         """A matcher of its own for one request; equal grammars are compiled once.
@@ -260,20 +267,29 @@ class Grammars:
         check_grammar(grammar)
         if not self._ends.any():
             raise RequestRefused("this model names no end token, so no grammar could ever end")
+        process = await self._process(grammar)
+        if isinstance(process, ProcessLost):
+            process = await self._process(grammar)  # by a new server
+        self._shrink()
+        match process:
+            case GrammarProcess():
+                return OutputMatcher(process, self._ends)
+            case RequestRefused():
+                raise RequestRefused(str(process), process.param)
+            case ProcessLost():
+                raise RequestRefused(f"the process that compiles grammars is lost: {process}")
+
+    async def _process(self, grammar: Grammar) -> Compiled:
         server = await self._started()
         future = self._compiled.get(grammar)
         if future is None or _is_lost(future):
             future = self._compiled[grammar] = self._threads.submit(server.compile, grammar)
         self._compiled.move_to_end(grammar)
-        process = await _result(future)
-        self._shrink()
-        if isinstance(process, RequestRefused):
-            raise RequestRefused(str(process), process.param)
-        return OutputMatcher(process, self._ends)
+        return await _result(future)
 
     async def _started(self) -> Server:
         if self._server is None or _is_dead(self._server):
-            self._server = self._threads.submit(_start, self._options)
+            self._server = self._threads.submit(_start, self._options, self._server)
         server = await _result(self._server)
         if isinstance(server, RequestRefused):
             raise RequestRefused(str(server))
@@ -297,7 +313,11 @@ class Grammars:
             del self._compiled[grammar]
 
 
-def _start(options: ServerOptions) -> Server | RequestRefused:
+def _start(
+    options: ServerOptions, dead: Future[Server | RequestRefused] | None
+) -> Server | RequestRefused:
+    if dead is not None and isinstance(old := dead.result(), Server):
+        old.close()
     try:
         return Server(options)
     except RequestRefused as refused:
@@ -308,13 +328,17 @@ def _is_dead(server: Future[Server | RequestRefused]) -> bool:
     if not server.done():
         return False
     started = server.result()
-    return isinstance(started, Server) and not started.is_alive
+    return isinstance(started, Server) and not started.link.is_open
 
 
-def _is_lost(compiled: Future[GrammarProcess | RequestRefused]) -> bool:
+def _is_lost(compiled: Future[Compiled]) -> bool:
     """Its process has ended: too much memory or time for one step, or somebody killed it."""
-    process = compiled.result() if compiled.done() else None
-    return isinstance(process, GrammarProcess) and process.is_lost
+    if not compiled.done():
+        return False
+    process = compiled.result()
+    return isinstance(process, ProcessLost) or (
+        isinstance(process, GrammarProcess) and process.is_lost
+    )
 
 
 async def _result(future: Future[Result]) -> Result:
