@@ -185,7 +185,7 @@ class DecodeWorker:
             return End(FinishReason.REJECTED, "the prompt is empty")
         if length + wants_token > limit:
             return End(FinishReason.REJECTED, f"{length} tokens, {limit} is the model's limit")
-        if self.executor.layout.pages_for(length + 1) > self.pages.total:
+        if self.executor.layout.pages_for(length + wants_token) > self.pages.total:
             return End(FinishReason.REJECTED, f"{length} tokens do not fit into the KV pool")
         for tokens in (submit.token_ids, submit.output_token_ids):
             if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):

@@ -14,8 +14,8 @@ from pdrt.observe.steps import STEP_SECONDS_MAX
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.protocol.messages import Reason
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
-from tests.decode.deployment import Deployment, Pair, prompt_of, until
-from tests.prefill.executor import StandInExecutor, output_of
+from tests.decode.deployment import Deployment, Pair, deployed, prompt_of, until
+from tests.prefill.executor import LAYOUT, StandInExecutor, output_of
 
 
 def _free_an_owned_page(pair: Pair) -> Callable[[], None]:
@@ -98,12 +98,16 @@ async def test_requests_wait_out_a_leaving_prefill_worker(pair: Pair) -> None:
     assert await deployment.exit_code(pair.prefill) is ExitCode.STOPPED
 
 
-async def test_a_prompt_of_all_the_context_that_wants_no_token(pair: Pair) -> None:
-    limit = pair.decode.executor.identity.max_model_len
-    finished = await pair.submit(prompt_of(limit), 0).end()
-    assert finished.reason is FinishReason.LENGTH, finished
-    finished = await pair.submit(prompt_of(limit), 1).end()
-    assert finished.reason is FinishReason.REJECTED
+@pytest.mark.parametrize("decode_pages", [64, LAYOUT.pages_for(96)])
+async def test_a_prompt_of_all_the_context_that_wants_no_token(decode_pages: int) -> None:
+    """Also where the pool holds no more than one such sequence."""
+    async with deployed(decode_pages=decode_pages) as pair:
+        limit = pair.decode.executor.identity.max_model_len
+        assert limit == 96
+        finished = await pair.submit(prompt_of(limit), 0).end()
+        assert finished.reason is FinishReason.LENGTH, finished
+        finished = await pair.submit(prompt_of(limit), 1).end()
+        assert finished.reason is FinishReason.REJECTED
 
 
 async def test_an_ending_loop_takes_no_new_task() -> None:
