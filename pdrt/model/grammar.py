@@ -1,42 +1,24 @@
 """Grammars of outputs: compiled once per worker, then followed token by token.
 
-None of it happens in this process (`pdrt.model.grammar_server` says why): here are the sockets to
-those where it does.
+None of it happens in this process: `pdrt.model.grammar_server` says why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import select
-import socket
-import subprocess
-import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 
 from pdrt.errors import RequestRefused
 from pdrt.model.grammar_limits import check_grammar
-from pdrt.model.grammar_messages import (
-    MESSAGE_BYTES_MAX,
-    TOKENS_PER_MESSAGE,
-    Advance,
-    Fill,
-    FromProcess,
-    Mask,
-    Refused,
-    ServerOptions,
-    ToProcess,
-    Words,
-    end_words,
-)
+from pdrt.model.grammar_messages import ServerOptions, Words, end_words
+from pdrt.model.grammar_processes import Compiled, GrammarProcess, ProcessLost, Server
 from pdrt.sampling import Grammar
 
 __all__ = ["Grammars", "OutputMatcher", "check_grammar"]
@@ -46,98 +28,10 @@ log = logging.getLogger(__name__)
 CACHED_MAX = 64
 """Grammars whose processes are kept when no output follows them: some MB each, as they share what
 they were forked from."""
-START_SECONDS_MAX = 120.0
-"""Import of xgrammar and transformers on a busy machine."""
-ANSWER_SECONDS_MAX = 60.0
-"""A process ends by itself when it has computed for too long; this is for one that is stopped."""
 COMPILED_AT_ONCE = 4
-"""So that one that takes long holds up three others at most, not all."""
-TOO_MUCH = "it takes too much time or memory to compile; make it smaller, or less nested"
-
+"""So that one that takes long does not hold all others up."""
 
 Result = TypeVar("Result")
-
-
-class ProcessLost(Exception):
-    """The process at the other end is gone, or has been silent for too long."""
-
-
-class Link:
-    """One end of a socket to a process; used by one thread at a time."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._decoder = msgspec.msgpack.Decoder(FromProcess)
-        # Whoever drops the last reference closes it, and so ends the process.
-        self.close = weakref.finalize(self, end.close)
-
-    def send(self, message: ToProcess) -> None:
-        """Raises ProcessLost."""
-        try:
-            self._end.send(msgspec.msgpack.encode(message))
-        except OSError as error:
-            raise ProcessLost(str(error)) from error
-
-    def receive(self, seconds_max: float) -> FromProcess:
-        """Raises ProcessLost."""
-        self._end.settimeout(seconds_max)
-        try:
-            data = self._end.recv(MESSAGE_BYTES_MAX)
-        except OSError as error:
-            raise ProcessLost(str(error)) from error
-        if not data:
-            raise ProcessLost("it has ended")
-        return self._decoder.decode(data)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the other end is; asked of those who send nothing by themselves."""
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        return not poll.poll(0)
-
-    def send_grammar(self, grammar: Grammar, end: socket.socket) -> None:
-        """Ask a server for a process that compiles `grammar` and talks over `end`.
-
-        Raises:
-            ProcessLost: the server is gone.
-        """
-        try:
-            socket.send_fds(self._end, [msgspec.msgpack.encode(grammar)], [end.fileno()])
-        except OSError as error:
-            raise ProcessLost(str(error)) from error
-
-
-class GrammarProcess:
-    """A compiled grammar, and the outputs that follow it. Used by the compute thread only."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.is_lost = False
-        self._made = 0
-        self._dropped: list[int] = []
-        """Matchers that are no more, until that has been told."""
-
-    def name(self, matcher: OutputMatcher) -> int:
-        """A name for a new matcher, until it is garbage."""
-        self._made += 1
-        weakref.finalize(matcher, self._dropped.append, self._made).atexit = False
-        return self._made
-
-    def advance(self, name: int, tokens: Sequence[int]) -> None:
-        """Raises ProcessLost."""
-        for first in range(0, max(1, len(tokens)), TOKENS_PER_MESSAGE):
-            part = [int(token) for token in tokens[first : first + TOKENS_PER_MESSAGE]]
-            dropped = self._dropped[:]
-            self.link.send(Advance(name, part, dropped))
-            del self._dropped[: len(dropped)]
-
-    def mask(self, name: int) -> bytes:
-        """Empty where the grammar has no answer in time. Raises ProcessLost."""
-        self.link.send(Fill(name))
-        answer = self.link.receive(ANSWER_SECONDS_MAX)
-        assert isinstance(answer, Mask), answer
-        return answer.words
 
 
 class OutputMatcher:
@@ -189,59 +83,6 @@ class OutputMatcher:
     def _fail(self, reason: str) -> None:
         self.failure = f"the grammar cannot be followed any further: {reason}"
         log.error("an output cannot follow its grammar, and ends", extra={"reason": reason})
-
-
-class Server:
-    """The process that those of the grammars are forked from."""
-
-    def __init__(self, options: ServerOptions) -> None:
-        """Start it and wait until it can take grammars; some seconds.
-
-        Raises:
-            RequestRefused: it cannot serve any grammar; says why.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.link = Link(ours)
-        with theirs:
-            arguments = [msgspec.json.encode(options).decode(), str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdrt.model.grammar_server", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        try:
-            answer = self.link.receive(START_SECONDS_MAX)
-        except ProcessLost as lost:
-            answer = Refused(f"the process that compiles grammars did not start: {lost}")
-        if isinstance(answer, Refused):
-            self.close()
-            raise RequestRefused(answer.text)
-
-    def close(self) -> None:
-        """End it, in whatever it is at; what was forked from it goes on."""
-        self.link.close()
-        self._process.kill()
-        self._process.wait()
-
-    def compile(self, grammar: Grammar) -> Compiled:
-        """Waits for it; may be called by several threads."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link = Link(ours)
-        try:
-            with theirs:
-                self.link.send_grammar(grammar, theirs)
-            answer = link.receive(ANSWER_SECONDS_MAX)
-        except ProcessLost as lost:
-            # A server closes its own socket before those that are on their way to it.
-            return RequestRefused(TOO_MUCH) if self.link.is_open else lost
-        if isinstance(answer, Refused):
-            return RequestRefused(answer.text)
-        return GrammarProcess(link)
-
-
-Compiled = GrammarProcess | RequestRefused | ProcessLost
-"""The last one where the server was lost: that says nothing about the grammar."""
 
 
 class Grammars:
