@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,64}\Z"
-"""As OpenAI's; it is also what makes names safe inside every call format."""
+NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,64}$(?!\n)"
+"""As OpenAI's; it is also what makes names safe inside every call format. (The end is written so
+that it means the same here and in ECMAScript, whose expressions those of JSON schemas are.)"""
 TOOLS_MAX = 128
 """As OpenAI's."""
 ID_CHARACTERS_MAX = 256
