@@ -380,7 +380,7 @@ class Deployment:
         """No process, and no file in the folder for temporary ones."""
         wait(lambda: not self.pids(), f"the end of {self.pids()}")
         found = (self.folder / "tmp").rglob("*")
-        left = [str(path) for path in found if not _is_probe(path)]
+        left = [str(path) for path in found if not (_is_probe(path) or _is_torchs(path))]
         assert not left, f"left behind: {left}"
 
     def logs(self) -> str:
@@ -397,6 +397,12 @@ def _is_probe(path: Path) -> bool:
     for one (torch/_inductor/runtime/cache_dir_utils.py): SIGKILL at that moment leaves the file."""
     is_named_so = re.fullmatch("[a-z0-9_]{8}", path.name) is not None
     return is_named_so and path.is_file() and path.read_bytes() in (b"", b"blat")
+
+
+def _is_torchs(path: Path) -> bool:
+    """Importing transformers makes torch create an empty folder for a compiler's cache, here unless
+    this process has imported it before: then its TORCHINDUCTOR_CACHE_DIR is handed down."""
+    return path.name.startswith("torchinductor_") and path.is_dir() and not any(path.iterdir())
 
 
 def _arguments(pid: int) -> list[str]:
