@@ -102,6 +102,11 @@ class DecodePages:
         self._keys(request)
         return pages
 
+    def is_writable(self, request: DecodeRequest) -> bool:
+        """Nobody else may read the page that its next token's KV goes into."""
+        page = request.pages[request.computed // self._page_size]
+        return self.table.owner(page) is not CACHE
+
     def keep(self, request: DecodeRequest) -> None:
         """What a sequence has computed may serve others, and itself when it comes back."""
         keys = self._keys(request)[: request.computed // self._page_size]

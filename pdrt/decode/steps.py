@@ -74,6 +74,7 @@ class Steps:
                 outcomes = await self._result(plan.sequences, step)
 
     def _submit(self, sequences: Sequence[DecodeRequest]) -> asyncio.Future[StepResult]:
+        assert all(map(self._worker.kv.is_writable, sequences)), "a step would write a cached page"
         return asyncio.ensure_future(self._worker.executor.step(list(map(self._row, sequences))))
 
     def _row(self, request: DecodeRequest) -> Row:

@@ -80,6 +80,17 @@ def test_the_output_is_kept_too() -> None:
     assert leased(decode, again) == (3, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("computed", "is_writable"), [(0, False), (7, False), (8, True), (9, True)]
+)
+def test_a_step_writes_into_nothing_that_others_read(computed: int, is_writable: bool) -> None:
+    decode = Decode()
+    request = decode.run(1, 9)
+    assert (request.computed, len(request.pages)) == (9, 3)
+    request.computed = computed
+    assert decode.kv.is_writable(request) is is_writable
+
+
 def test_salts_do_not_mix() -> None:
     decode = Decode()
     decode.salt = "red"
