@@ -131,6 +131,16 @@ class Reference:
         """The text may begin with these tokens; half a character at their end is no objection."""
         return text.startswith(self.decode(tokens).rstrip("\ufffd"))
 
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Of what may follow each token: [len(tokens), vocabulary], float32."""
+        return self.logits(tokens).log_softmax(dim=-1)
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Of what may follow each token: [len(tokens), vocabulary], float32."""
+        with torch.inference_mode():
+            found: torch.Tensor = self._model(torch.tensor([list(tokens)])).logits[0].float()
+        return found
+
     def flips(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
         """Positions of `output` where the reference, given all before, prefers another token."""
         ids = torch.tensor([[*prompt, *output]])
