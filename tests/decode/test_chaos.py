@@ -32,12 +32,11 @@ class Chaos:
 
     def submit(self) -> None:
         draw = self.draw
-        prompt = prompt_of(draw.randint(1, 40), draw.randint(0, 1))
-        prompt += prompt_of(draw.randint(0, 9), draw.randint(2, 9))
+        prompt = self._prompt()
         earlier = output_of(prompt, draw.choice([0, 0, 0, 3]))
         has_grammar = draw.random() < 0.25
         wanted = Sampling(
-            max_tokens=draw.choice([0, 1, 2, 9, 40]),
+            max_tokens=draw.choice([0, 1, 2, 9, 40, 40, 40]),
             temperature=0.0,
             stop_token_ids=tuple(output_of(prompt, 20)[-1:]) if draw.random() < 0.3 else (),
             presence_penalty=draw.choice([0.0, 0.0, 0.5]),
@@ -56,6 +55,16 @@ class Chaos:
                 cache_salt=draw.choice(["", "", "salt"]),
             )
         )
+
+    def _prompt(self) -> list[int]:
+        """What begins as another one, or goes on from what has been said."""
+        draw = self.draw
+        stream = draw.choice(self.streams) if self.streams and draw.random() < 0.4 else None
+        if stream is not None and len(stream.submit.token_ids) < 40:
+            before = [*stream.submit.token_ids, *stream.submit.output_token_ids, *stream.tokens]
+            return before[:60] + prompt_of(draw.randint(0, 3), draw.randint(2, 9))
+        common = prompt_of(draw.randint(1, 30), draw.randint(0, 1))
+        return common + prompt_of(draw.randint(0, 9), draw.randint(2, 9))
 
     def disturb(self) -> None:
         """One thing goes wrong, or hangs until `mend`."""

@@ -91,6 +91,19 @@ def test_a_step_writes_into_nothing_that_others_read(computed: int, is_writable:
     assert decode.kv.is_writable(request) is is_writable
 
 
+@pytest.mark.parametrize("steps", range(9))
+def test_a_page_is_kept_once_its_last_token_has_been_fed(steps: int) -> None:
+    """Not when it has only been sampled: its KV is not there yet."""
+    decode = Decode()
+    request = decode.run(1, 6)
+    for _ in range(steps):
+        decode.plan()
+        decode.finish_step()
+    assert (request.computed, len(request.tokens)) == (6 + steps, 7 + steps)
+    decode.remove(request)
+    assert len(decode.kv.cache) == (6 + steps) // 4
+
+
 def test_salts_do_not_mix() -> None:
     decode = Decode()
     decode.salt = "red"
