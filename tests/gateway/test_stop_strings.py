@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, SupportsIndex
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,3 +62,22 @@ def test_held_text_comes_at_the_end() -> None:
     assert matcher.push("x<en") == "x"
     assert matcher.finish() == "<en"
     assert matcher.finish() == ""
+
+
+class Counted(str):
+    """Counts how often it is looked into."""
+
+    looks = 0
+
+    def __getitem__(self, key: SupportsIndex | slice[Any, Any, Any]) -> str:
+        Counted.looks += 1
+        return super().__getitem__(key)
+
+
+def test_a_character_costs_a_few_steps_whatever_is_held() -> None:
+    nearly = [Counted("a" * 20 + "b" + "a" * (900 + i)) for i in range(8)]
+    matcher = StopMatcher([*nearly, "a" * 1000 + "z"])
+    Counted.looks = 0
+    for _ in range(900):
+        assert matcher.push("a") == ""
+    assert Counted.looks < 8 * 900 * 5
