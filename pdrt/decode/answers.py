@@ -12,7 +12,7 @@ from pdrt.observe.metrics import Metrics
 from pdrt.observe.tracing import Attributes, Tracer
 from pdrt.protocol.gateway_messages import Finished, PromptLogprobs, Submit, Tokens, Usage
 from pdrt.sampling import TokenLogprobs
-from pdrt.scheduling.decode import DecodeRequest, End
+from pdrt.scheduling.decode_request import DecodeRequest, End
 from pdrt.transfer.gateway_link import GatewayLinks
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.protocol.leases import GrantRequest, LeaseState, LeaseTable
 from pdrt.protocol.messages import TURNED_AWAY, FirstTokenData, Reason
 from pdrt.sampling import TokenLogprobs
-from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler, End
+from pdrt.scheduling.decode import DecodeScheduler
+from pdrt.scheduling.decode_request import DecodeRequest, End
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from pdrt.decode.rooms import Rooms
 from pdrt.model.batch import Row, StepResult
 from pdrt.model.executor import Executor
 from pdrt.protocol.gateway_messages import FinishReason
-from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler, End
+from pdrt.scheduling.decode import DecodeScheduler
+from pdrt.scheduling.decode_request import DecodeRequest, End
 from pdrt.transfer.worker_loop import WorkerLoop
 
 log = logging.getLogger(__name__)

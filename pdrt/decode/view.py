@@ -23,7 +23,8 @@ from pdrt.observe.worker_http import WorkerHttp
 from pdrt.protocol.gateway_messages import Register, Role
 from pdrt.protocol.leases import Lease, LeaseState, LeaseTable
 from pdrt.protocol.messages import Fingerprint, Load
-from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler, RequestState
+from pdrt.scheduling.decode import DecodeScheduler
+from pdrt.scheduling.decode_request import DecodeRequest, RequestState
 from pdrt.transfer.gateway_link import GatewayLinks
 
 ROWS_MAX = 64

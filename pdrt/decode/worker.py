@@ -38,7 +38,8 @@ from pdrt.protocol.gateway_messages import (
 from pdrt.protocol.invariants import check_decode
 from pdrt.protocol.leases import DecodeWorkerInfo, LeaseTable
 from pdrt.protocol.messages import Fingerprint, FirstTokenData
-from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler, End, RequestState
+from pdrt.scheduling.decode import DecodeScheduler
+from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalReceiver
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now

@@ -10,7 +10,8 @@ from pdrt.decode.pages import DecodePages, RoomPages
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
-from pdrt.scheduling.decode import DecodeRequest, DecodeScheduler, StepPlan
+from pdrt.scheduling.decode import DecodeScheduler, StepPlan
+from pdrt.scheduling.decode_request import DecodeRequest
 from tests.scheduling.grants import LAYOUT, prompt, room, submit
 
 EOS = 2
