@@ -35,7 +35,7 @@ def refusal(grant: Grant, limits: Limits) -> str | None:
         return f"{length} tokens do not fit into the prefill pool ({limits.pages_total} pages)"
     if grant.first_page > wanted or len(grant.pages) not in (0, wanted - grant.first_page):
         return f"{len(grant.pages)} pages from {grant.first_page} on for {length} tokens"
-    if min(grant.token_ids) < 0 or max(grant.token_ids) >= vocabulary:
+    if max(grant.token_ids) >= vocabulary:  # no frame holds a negative one
         return f"token ids must be below {vocabulary}"
     if grant.output_tokens >= length:
         return f"{grant.output_tokens} of {length} tokens are output"
