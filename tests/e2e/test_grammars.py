@@ -20,6 +20,9 @@ pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.e2e
 
+PAGES = 64
+"""What one sequence may need."""
+PAGE_BYTES = 16 * 3 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, head_dim, float32
 CITIES = ["Paris", "Rome", "Oslo"]
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -71,6 +74,7 @@ async def stream(
     return "".join(pieces)
 
 
+@pytest.mark.slow  # it imports xgrammar into four workers
 async def test_a_schema_is_followed_when_decode_is_killed_in_mid_stream(cluster: Cluster) -> None:
     """What was drawn before on one worker and what is drawn after on another are one answer: the
     same as without the fault."""
@@ -101,14 +105,16 @@ def _tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     tokenizer.chat_template = TEMPLATES["hermes"]
     tokenizer.save_pretrained(model)
     with Deployment(folder / "up", str(model)) as deployment:
-        deployment.up(*TINY_FLAGS, "--enable-prefix-caching", "false")
+        flags = ("--kv-cache-memory-bytes", str(PAGES * PAGE_BYTES))
+        deployment.up(*TINY_FLAGS, *flags, "--enable-prefix-caching", "false")
         deployment.wait_ready()
         yield deployment
 
 
 @pytest.fixture
 def tools(_tools: Deployment) -> Iterator[Deployment]:
-    """A model whose chat template has tools, without a prefix cache. Whole after every test."""
+    """A model whose chat template has tools, in a small pool without a prefix cache. Whole after
+    every test."""
     yield _tools
     _tools.wait_whole()
 
@@ -154,3 +160,17 @@ async def test_nothing_is_cached_without_a_cache(tools: Deployment) -> None:
             answer = await create(model=tools.name, messages=MESSAGES * 9, max_tokens=2)
             assert answer.usage.prompt_tokens > 64
             assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_a_schema_is_followed_by_preempted_sequences(tools: Deployment) -> None:
+    """Ten answers of some ten pages each, of 64."""
+    schema = journeys(5)
+    before = tools.metric("pdrt_preemptions_total")
+    async with tools.client(max_retries=20) as client, asyncio.timeout(HANG_SECONDS):
+        texts = await asyncio.gather(
+            *(stream(client, tools.name, schema, seed, asyncio.Event()) for seed in range(10))
+        )
+    for text in texts:
+        assert_follows(text, schema)
+    assert len(set(texts)) > 1
+    assert tools.metric("pdrt_preemptions_total") > before
