@@ -29,8 +29,11 @@ log = logging.getLogger("pdrt.gateway")
 
 LINGER_SECONDS = 5.0
 """A client that has not read its last words so long after the deadline loses its connection."""
-INLINE_LOGPROBS_MAX = 2048
-"""More log probabilities at once (some milliseconds) are worked on beside the loop."""
+INLINE_ITEMS_MAX = 2048
+"""More tokens and log probabilities at once (some milliseconds) are worked on beside the loop."""
+TOKENS_AT_ONCE = 256
+"""Of all choices: then others have a turn. A client that does not read has so many waiting for it
+in every one of its streams."""
 
 Beside = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 """Runs a function in a thread."""
@@ -115,8 +118,8 @@ class Answer:
             raise ending.error
         if ending is not _COMPLETE:
             return Response(status_code=499)  # the client is gone: nobody reads it
-        logprobs = sum(choice.logprobs for choice in self._job.choices)
-        body = await self._work(logprobs, self._whole_body)
+        items = sum(choice.logprobs + choice.tokens for choice in self._job.choices)
+        body = await self._work(items, self._whole_body)
         return JsonResponse(body, headers=_served_by(self._job.choices))
 
     def _whole_body(self) -> bytes:
@@ -129,9 +132,9 @@ class Answer:
                 rest |= choice.renderer.of_prompt(choice.plan.submission.token_ids)
         return self._job.head.whole(bodies, self._usage(), rest)
 
-    async def _work(self, logprobs: int, work: Callable[[], bytes]) -> bytes:
+    async def _work(self, items: int, work: Callable[[], bytes]) -> bytes:
         """Some of it takes long."""
-        return work() if logprobs <= INLINE_LOGPROBS_MAX else await self._beside(work)
+        return work() if items <= INLINE_ITEMS_MAX else await self._beside(work)
 
     async def events(self, receive: Receive, send: Send) -> None:
         """The response as server-sent events.
@@ -158,10 +161,13 @@ class Answer:
         them."""
         ending = _Ending("failed")
         seconds_max = self._job.deadline - self._hub.clock() + LINGER_SECONDS
-        self._open()
+        if not self._hub.reserve(len(self._job.choices)):
+            raise overloaded("too many requests are in flight already")
+        self._open(self._job.choices[0])
         try:
             async with asyncio.timeout(seconds_max), asyncio.TaskGroup() as group:
                 watcher = group.create_task(self._watch(receive))
+                await self._open_others()
                 ending = await work()
                 watcher.cancel()
         except TimeoutError:
@@ -170,25 +176,33 @@ class Answer:
             self._close(ending)
         return ending
 
-    def _open(self) -> None:
-        if not self._hub.has_room(len(self._job.choices)):
-            raise overloaded("too many requests are in flight already")
-        for choice in self._job.choices:
-            choice.stream = self._hub.open(choice.plan.submission, self._outputs)
-            self._by_serial[choice.stream.serial] = choice
+    def _open(self, choice: Choice) -> None:
+        choice.stream = self._hub.open(choice.plan.submission, self._outputs)
+        self._by_serial[choice.stream.serial] = choice
+
+    async def _open_others(self) -> None:
+        """One at a turn of the loop: each is routed and sent, some milliseconds for a long
+        prompt."""
+        for choice in self._job.choices[1:]:
+            await asyncio.sleep(0)
+            if self._outputs.client_gone:
+                return
+            self._open(choice)
 
     def _close(self, ending: _Ending) -> None:
-        for choice in self._job.choices:
-            assert choice.stream is not None
-            self._hub.close(choice.stream, choice.finished_by or ending.outcome)
+        choices = self._job.choices
+        self._hub.release(sum(choice.stream is None for choice in choices))
+        for choice in choices:
+            if choice.stream is not None:
+                self._hub.close(choice.stream, choice.finished_by or ending.outcome)
         self._log(ending)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         for choice in self._job.choices:
-            assert choice.stream is not None
-            self._hub.abandon(choice.stream, "client_gone")
+            if choice.stream is not None:
+                self._hub.abandon(choice.stream, "client_gone")
         self._outputs.note_client_gone()
 
     async def _consume(self, emit: Emit) -> _Ending:
@@ -201,14 +215,21 @@ class Answer:
                 return _CLIENT_GONE
             data: list[bytes] = []
             failed: _Ending | None = None
+            tokens = 0
             for stream in news:
                 choice = self._by_serial[stream.serial]
                 if choice.finished_by is not None:
                     continue
+                before = choice.tokens_taken
                 failed = await self._advance(choice, stream, data)
                 if failed is not None:
                     break
                 running -= choice.finished_by is not None
+                tokens += choice.tokens_taken - before
+                if tokens >= TOKENS_AT_ONCE:
+                    await emit(b"".join(data))
+                    await asyncio.sleep(0)
+                    data, tokens = [], 0
             if data:
                 await emit(b"".join(data))
             if failed is not None:

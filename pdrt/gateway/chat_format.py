@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -195,15 +196,15 @@ def _chat_delta(delta: Delta) -> ChatDelta:
 def _message(deltas: Sequence[Delta], shows_reasoning: bool) -> ChatMessage:
     content = "".join([d.text for d in deltas if isinstance(d, Content)])
     reasoning = "".join([d.text for d in deltas if isinstance(d, Reasoning)])
-    calls = []
-    for start in deltas:
-        if isinstance(start, ToolCallStart):
-            arguments = "".join(
-                d.json_text
-                for d in deltas
-                if isinstance(d, ToolCallArguments) and d.index == start.index
-            )
-            calls.append(ToolCall(start.id, "function", CalledFunction(start.name, arguments)))
+    arguments: defaultdict[int, list[str]] = defaultdict(list)
+    for delta in deltas:
+        if isinstance(delta, ToolCallArguments):
+            arguments[delta.index].append(delta.json_text)
+    calls = [
+        ToolCall(d.id, "function", CalledFunction(d.name, "".join(arguments[d.index])))
+        for d in deltas
+        if isinstance(d, ToolCallStart)
+    ]
     return ChatMessage(
         "assistant",
         content if content or not calls else None,

@@ -102,9 +102,9 @@ class Choice:
         return data + self._finish("stop" if self._text.stopped else reason, Piece(text))
 
     def usage(self) -> Usage:
-        assert self.stream is not None
         prompt_tokens = len(self.plan.submission.token_ids)
-        return Usage(prompt_tokens, self._text.tokens, self.stream.cached_tokens)
+        cached_tokens = 0 if self.stream is None else self.stream.cached_tokens
+        return Usage(prompt_tokens, self._text.tokens, cached_tokens)
 
     def _begin(self, logprobs: tuple[TokenLogprobs, ...] | None) -> bytes:
         self._has_begun = True

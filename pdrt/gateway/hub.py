@@ -77,6 +77,8 @@ class Hub:
         self._inspector = Inspector(incarnation, self._send)
         self._streams: dict[int, OutputStream] = {}
         """By serial: every request of `requests`, and those ending in this very step."""
+        self._reserved = 0
+        """Places of requests that are about to begin."""
 
     def _send(self, message: GatewayToWorker) -> bool:
         return self._send_frame(routing_id(message.worker), encode(message))
@@ -162,12 +164,22 @@ class Hub:
 
     # From clients
 
-    def has_room(self, count: int) -> bool:
-        """Whether so many more requests may begin."""
-        return len(self._streams) + count <= self._requests_max
+    def reserve(self, count: int) -> bool:
+        """Places for so many requests; False when there are too few. Whoever calls must `open` or
+        `release` each."""
+        if self.streams + count > self._requests_max:
+            return False
+        self._reserved += count
+        return True
+
+    def release(self, count: int) -> None:
+        self._reserved -= count
+        assert self._reserved >= 0, "a place that nobody reserved"
 
     def open(self, submission: Submission, outputs: Outputs) -> OutputStream:
-        """Begin a request; its news goes to `outputs`. Whoever calls must `close` the stream."""
+        """Begin a request, in a reserved place; its news goes to `outputs`. Whoever calls must
+        `close` the stream."""
+        self.release(1)
         now = self.clock()
         serial, effects = self.requests.open(submission, now)
         stream = self._streams[serial] = OutputStream(serial, now, outputs)
@@ -190,13 +202,13 @@ class Hub:
 
     @property
     def streams(self) -> int:
-        """Answers that are not over."""
-        return len(self._streams)
+        """Requests whose answers are not over, those that are about to begin included."""
+        return len(self._streams) + self._reserved
 
     @property
     def is_quiet(self) -> bool:
         """Every client has its answer, and every worker has said that it stopped."""
-        return not self._streams and not self.requests.attempts
+        return not self.streams and not self.requests.attempts
 
     def shut_down(self) -> None:
         """End every request; their clients are told, their workers too."""

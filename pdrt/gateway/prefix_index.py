@@ -34,6 +34,14 @@ class Prompt:
         """Tokens a page, of `_keys`; 0 while there are none."""
         self._keys: tuple[PageKey, ...] = ()
 
+    def is_same(self, other: Prompt) -> bool:
+        """Whether both have the same keys, as far as that costs nothing to see."""
+        return (
+            self._token_ids is other._token_ids
+            and self._salt == other._salt
+            and self._may_reuse is other._may_reuse
+        )
+
     @property
     def tokens(self) -> int:
         return len(self._token_ids)

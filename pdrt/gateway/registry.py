@@ -113,6 +113,7 @@ class Registry:
             return None
         if refusal := self._refusal(message):
             return Registered(self._gateway, message.worker, message.seq, refusal=refusal)
+        stood = None if known is None else _standing(known)
         if known is None:
             known = self.workers[message.worker] = Worker(message, WorkerState.LIVE)
         event = WorkerEvent.REGISTERED_DRAINING if message.draining else WorkerEvent.REGISTERED
@@ -120,7 +121,9 @@ class Registry:
         before, known.register = known.register, message
         self._clock.heard(message.worker, now)
         if message.role is Role.PREFILL:
-            self._prefills = None
+            # A heartbeat that says nothing new leaves what all others would have to go through.
+            if _standing(known) != stood:
+                self._prefills = None
             return Registered(self._gateway, message.worker, message.seq)
         usable = self.prefills_for(known)
         was_paired = known.unpaired.union(before.paired)
@@ -154,7 +157,7 @@ class Registry:
         for worker in list(self.workers.values()):
             if worker.lost_at is not None and now - worker.lost_at > LOST_KEPT_SECONDS:
                 del self.workers[worker.incarnation]
-        if next(self.decodes(), None) is not None:
+        if self._is_ready():
             self._unready_since = None
         elif self._unready_since is None:
             self._unready_since = now
@@ -201,13 +204,16 @@ class Registry:
                     same[endpoint] = worker
         return self._prefills.get(decode.register.fingerprint, {})
 
-    def decodes(self) -> Iterator[tuple[Worker, list[str]]]:
-        """Decode workers that can serve now, each with the endpoints it is paired with."""
+    def decodes(self) -> Iterator[Worker]:
+        """Decode workers that can serve now: paired with a usable prefill worker."""
         for worker in self._of_role(Role.DECODE):
             if self.is_usable(worker):
                 usable = self.prefills_for(worker)
-                if paired := [e for e in worker.register.paired if e in usable]:
-                    yield worker, paired
+                if any(endpoint in usable for endpoint in worker.register.paired):
+                    yield worker
+
+    def _is_ready(self) -> bool:
+        return next(self.decodes(), None) is not None
 
     def max_model_len(self) -> int | None:
         """The least of the usable decode workers' limits; None when there are none."""
@@ -218,7 +224,7 @@ class Registry:
 
     def readiness(self) -> tuple[bool, list[str]]:
         """Whether a full pair can serve, and if not, why not, in words."""
-        if next(self.decodes(), None) is not None:
+        if self._is_ready():
             return True, []
         reasons: list[str] = []
         present = {role: self._of_role(role) for role in Role}
@@ -297,3 +303,9 @@ class Registry:
         for incarnation, worker in self.workers.items():
             assert worker.incarnation == incarnation
             assert (worker.lost_at is not None) == (worker.state is WorkerState.LOST)
+
+
+def _standing(prefill: Worker) -> tuple[object, ...]:
+    """What decides whom a worker can be paired with."""
+    said = prefill.register
+    return prefill.state, said.healthy, said.endpoint, said.fingerprint

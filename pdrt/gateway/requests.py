@@ -67,6 +67,8 @@ class Requests:
         """By serial; at most `requests_max`."""
         self._attempts = Attempts(protocol)
         """The RUNNING ones are exactly the `attempt`s of `_requests`."""
+        self._newest_prompt = Prompt((), "")
+        """Choices of one prompt come one after another: its keys are computed once."""
         self.stale: Counter[str] = Counter()
         """Messages that changed nothing, by reason."""
 
@@ -93,6 +95,9 @@ class Requests:
             return serial, [Ended(serial, FinishReason.OVERLOADED, detail)]
         asks_prompt = submission.sampling.prompt_logprobs is not None
         prompt = Prompt(submission.token_ids, submission.cache_salt, may_reuse=not asks_prompt)
+        if prompt.is_same(self._newest_prompt):
+            prompt = self._newest_prompt
+        self._newest_prompt = prompt
         self._requests[serial] = RequestState(submission, prompt, asks_prompt)
         no_worker = "no pair of workers can serve now"
         return serial, self._next_attempt(serial, FinishReason.UNAVAILABLE, no_worker, now)

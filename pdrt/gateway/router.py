@@ -92,22 +92,18 @@ class Router:
         Decode workers in `tried` come last; those in `refused`, which answered that they cannot,
         never.
         """
-        candidates = [
-            (worker, paired)
-            for worker, paired in self._registry.decodes()
-            if worker.incarnation not in refused
-        ]
+        candidates = [w for w in self._registry.decodes() if w.incarnation not in refused]
         if not candidates:
             return None
-        decode, paired = min(
+        decode = min(
             candidates,
-            key=lambda candidate: (
-                candidate[0].incarnation in tried,
-                _decode_load(candidate[0], demand),
-                self._last(candidate[0]),
+            key=lambda worker: (
+                worker.incarnation in tried,
+                _decode_load(worker, demand),
+                self._last(worker),
             ),
         )
-        usable = self._registry.prefills_for(decode)
+        usable, paired = self._registry.prefills_for(decode), frozenset(decode.register.paired)
         costs = {e: self._cost(worker, prompt, e, demand) for e, worker in usable.items()}
         # One that is not paired yet is named for later: rooms may fail elsewhere.
         order = sorted(usable, key=lambda e: (e not in paired, costs[e], self._last(usable[e])))

@@ -233,3 +233,23 @@ def test_workers_that_can_never_be_paired_are_named_also_when_others_serve(
         "decode 0000000000000009 and prefill 0000000000000002 cannot be paired: page_size: 16 != 32"
     ]
     assert registry.mismatches(registry.workers[prefill(1).worker]) == []
+
+
+def test_a_heartbeat_without_news_leaves_the_pairs_as_they_are(registry: Registry) -> None:
+    """With a thousand workers, they were built again a thousand times a second."""
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(decode(9, pairs=(1,)), 0.0)
+    worker = registry.workers[decode(9).worker]
+    pairs = registry.prefills_for(worker)
+    registry.on_register(prefill(1, seq=2, load=Load(queued=3)), 1.0)
+    assert registry.prefills_for(worker) is pairs
+    assert pairs[endpoint(1)].register.load.queued == 3
+    for news in (prefill(1, seq=3, healthy=False), prefill(2, draining=True)):
+        registry.on_register(news, 2.0)
+        assert registry.prefills_for(worker) == {}
+    registry.on_register(prefill(1, seq=4), 2.0)
+    assert list(registry.prefills_for(worker)) == [endpoint(1)]
+    registry.on_gone(prefill(1).worker, 2.0)
+    assert registry.prefills_for(worker) == {}
+    registry.on_register(prefill(1, seq=5), 2.0)
+    assert list(registry.prefills_for(worker)) == [endpoint(1)]
