@@ -39,7 +39,9 @@ class Grammars:
 
     async def _compile(self, request: RequestId, grammar: Grammar) -> None:
         try:
-            matcher = await self._executor.grammars.matcher(grammar)
+            matcher = await self._executor.grammars.matcher(
+                grammar, lambda: self._events.is_alive(request)
+            )
         except RequestRefused as error:
             if self._events.is_alive(request):
                 self._events.on_refused(request, f"{grammar.kind.value}: {error}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +32,11 @@ COMPILED_AT_ONCE = 4
 """So that one that takes long does not hold all others up."""
 
 Result = TypeVar("Result")
+IsWanted = Callable[[], bool]
+
+
+class Unwanted:
+    """Nobody waited for it any more when its turn came: it was not compiled."""
 
 
 class OutputMatcher:
@@ -95,22 +100,31 @@ class Grammars:
         self._server: Future[Server | RequestRefused] | None = None
         """Once there was a grammar; the latest, should one have died."""
         # Least recently used first. Refusals too, so that asking again costs nothing. What is
-        # not done is never dropped: as many as there are requests.
-        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        # not done is never dropped: one turn for each of the requests that are alive, as those of
+        # the others are skipped.
+        self._compiled: OrderedDict[Grammar, Future[Compiled | Unwanted]] = OrderedDict()
+        # Of grammars that are not done, who waits for them. Read by the threads.
+        self._waiting: dict[Grammar, list[IsWanted]] = {}
 
-    async def matcher(self, grammar: Grammar) -> OutputMatcher:
+    async def matcher(self, grammar: Grammar, is_wanted: IsWanted = lambda: True) -> OutputMatcher:
         """A matcher of its own for one request; equal grammars are compiled once.
+
+        `is_wanted`: whether the request still lives. Asked from other threads, when the grammar's
+        turn has come: clients that leave cannot pile up work for those who stay.
 
         Raises:
             RequestRefused: xgrammar is not installed, or refuses the grammar, or cannot compile it
-                within its limits of time and memory; or the model has no end.
+                within its limits of time and memory; or the model has no end; or the request is
+                not wanted any more.
         """
         check_grammar(grammar)
         if not self._ends.any():
             raise RequestRefused("this model names no end token, so no grammar could ever end")
-        process = await self._process(grammar)
+        process = await self._process(grammar, is_wanted)
         if isinstance(process, ProcessLost):
-            process = await self._process(grammar)  # by a new server
+            process = await self._process(grammar, is_wanted)  # by a new server
+        while isinstance(process, Unwanted) and is_wanted():
+            process = await self._process(grammar, is_wanted)  # it came just too late
         self._shrink()
         match process:
             case GrammarProcess():
@@ -119,14 +133,27 @@ class Grammars:
                 raise RequestRefused(str(process), process.param)
             case ProcessLost():
                 raise RequestRefused(f"the process that compiles grammars is lost: {process}")
+            case Unwanted():
+                raise RequestRefused("the request is over")
 
-    async def _process(self, grammar: Grammar) -> Compiled:
+    async def _process(self, grammar: Grammar, is_wanted: IsWanted) -> Compiled | Unwanted:
         server = await self._started()
         future = self._compiled.get(grammar)
         if future is None or _is_lost(future):
-            future = self._compiled[grammar] = self._threads.submit(server.compile, grammar)
+            self._waiting[grammar] = []
+            future = self._compiled[grammar] = self._threads.submit(self._compile, server, grammar)
+        if not future.done():
+            self._waiting[grammar].append(is_wanted)
         self._compiled.move_to_end(grammar)
-        return await _result(future)
+        result = await _result(future)
+        if self._compiled.get(grammar) is future:
+            self._waiting.pop(grammar, None)
+        return result
+
+    def _compile(self, server: Server, grammar: Grammar) -> Compiled | Unwanted:
+        """In a thread."""
+        is_wanted = any(wants() for wants in self._waiting[grammar])
+        return server.compile(grammar) if is_wanted else Unwanted()
 
     async def _started(self) -> Server:
         if self._server is None or _is_dead(self._server):
@@ -172,12 +199,13 @@ def _is_dead(server: Future[Server | RequestRefused]) -> bool:
     return isinstance(started, Server) and not started.link.is_open
 
 
-def _is_lost(compiled: Future[Compiled]) -> bool:
-    """Its process has ended: too much memory or time for one step, or somebody killed it."""
+def _is_lost(compiled: Future[Compiled | Unwanted]) -> bool:
+    """There is no process, or it has ended: too much memory or time for one step, or somebody
+    killed it."""
     if not compiled.done():
         return False
     process = compiled.result()
-    return isinstance(process, ProcessLost) or (
+    return isinstance(process, ProcessLost | Unwanted) or (
         isinstance(process, GrammarProcess) and process.is_lost
     )
 

@@ -158,7 +158,9 @@ class PrefillWorker:
     async def _compile(self, room: RoomId, grammar: Grammar) -> None:
         """Meanwhile all of the prompt is computed but its last token."""
         try:
-            matcher = await self.executor.grammars.matcher(grammar)
+            matcher = await self.executor.grammars.matcher(
+                grammar, lambda: room in self.scheduler.jobs
+            )
         except RequestRefused as refused:
             self.handover.apply(self.table.end_room(room, Reason.REJECTED, str(refused)))
             return

@@ -19,6 +19,7 @@ from pdrt.errors import RequestRefused
 from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
 from pdrt.model.grammar import CACHED_MAX, Grammars, OutputMatcher
+from pdrt.model.grammar_processes import Server
 from pdrt.model.grammar_server import Compiler
 from pdrt.model.tokenizer import Tokenizer
 from pdrt.sampling import Grammar, GrammarKind, Sampling
@@ -203,6 +204,29 @@ async def test_those_who_ask_at_once_share_one_compile(grammars: Grammars) -> No
     assert len({id(matcher._process) for matcher in matchers}) == 1
     with pytest.raises(asyncio.CancelledError):
         await waiting[0]
+
+
+async def test_what_nobody_waits_for_any_more_is_not_compiled(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_it = Server.compile
+
+    def compile_and_note(server: Server, grammar: Grammar) -> Any:
+        compiled.append(grammar.text)
+        return compile_it(server, grammar)
+
+    monkeypatch.setattr(Server, "compile", compile_and_note)
+    gone = [Grammar(GrammarKind.REGEX, f"gone{index}") for index in range(20)]
+    leaving = [asyncio.ensure_future(grammars.matcher(g, lambda: False)) for g in gone]
+    shared = [asyncio.ensure_future(grammars.matcher(gone[-1])), *leaving]
+    *refused, _ = await asyncio.gather(*reversed(shared), return_exceptions=True)
+    assert {str(error) for error in refused if isinstance(error, RequestRefused)} == {
+        "the request is over"
+    }
+    assert compiled == [gone[-1].text]
+    await grammars.matcher(gone[0])
+    assert compiled == [gone[-1].text, gone[0].text]
 
 
 async def test_what_is_kept_is_bounded_and_running_outputs_keep_theirs(grammars: Grammars) -> None:

@@ -132,7 +132,7 @@ class StandInGrammars:
     def __init__(self) -> None:
         self.gate = Gate()
 
-    async def matcher(self, grammar: Grammar) -> StandInMatcher:
+    async def matcher(self, grammar: Grammar, is_wanted: Callable[[], bool]) -> StandInMatcher:
         await self.gate.wait()
         if grammar.text == "no":
             raise RequestRefused("such a grammar has no words", "grammar")
