@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from pdrt.config import GatewayConfig
+from pdrt.gateway.doubts import PROBE_SERIAL, Doubts
 from pdrt.gateway.drains import Drains
 from pdrt.gateway.effects import (
     Assigned,
@@ -33,6 +34,7 @@ from pdrt.protocol.gateway_messages import (
     Finished,
     GatewayToWorker,
     Gone,
+    Inspect,
     PromptLogprobs,
     Register,
     Report,
@@ -74,6 +76,7 @@ class Hub:
         )
         self._requests_max = config.requests_max
         self.drains = Drains(incarnation, self.registry)
+        self.doubts = Doubts(incarnation, self.registry)
         self._inspector = Inspector(incarnation, self._send)
         self._streams: dict[int, OutputStream] = {}
         """By serial: every request of `requests`, and those ending in this very step."""
@@ -111,8 +114,8 @@ class Hub:
             case Finished():
                 self._apply(self.requests.on_finished(message, now))
             case Gone():
-                self.lose(message.worker, "it has left")
-            case Report():
+                self._lose(message.worker, "it has left")
+            case Report(serial=serial) if serial != PROBE_SERIAL:
                 if not self._inspector.on_report(message):
                     self.metrics.count_stale_message("report_unasked")
 
@@ -139,6 +142,7 @@ class Hub:
         self.metrics.observe_tick(now, TICK_SECONDS)
         for worker in self.registry.on_tick(now):
             self._on_lost(worker, "silent too long", now)
+        self._probe(self.doubts.on_tick(now))
         for message in self.drains.on_tick(now):
             self._send(message)
         self._apply(self.requests.on_tick(now))
@@ -156,8 +160,17 @@ class Hub:
             log.info("%s is asked to leave", self.registry.workers[worker].name)
             self._send(message)
 
-    def lose(self, worker: Incarnation, why: str) -> None:
-        """It is known to have ended: its requests go on elsewhere. Idempotent."""
+    def doubt(self, worker: Incarnation) -> None:
+        """Whoever started it saw it die: once its socket shows it, its requests go on elsewhere.
+        Idempotent."""
+        self._probe(self.doubts.ask(worker, self.clock()))
+
+    def _probe(self, probes: Iterable[Inspect]) -> None:
+        for probe in probes:
+            if not self._send(probe):
+                self._lose(probe.worker, "it died, says who started it")
+
+    def _lose(self, worker: Incarnation, why: str) -> None:
         now = self.clock()
         if self.registry.on_gone(worker, now):
             self._on_lost(worker, why, now)

@@ -110,10 +110,10 @@ class Operations:
         return JsonResponse(_who(worker))
 
     async def gone(self, request: Request) -> Response:
-        """Whoever started it saw it die: nobody needs to wait for its silence. One that lives after
-        all is back with its next heartbeat."""
+        """Whoever started it saw it die: nobody needs to wait for its silence. Nothing happens to
+        one that lives after all."""
         worker = self._named(request)
-        self._hub.lose(worker.incarnation, "it died, says who started it")
+        self._hub.doubt(worker.incarnation)
         return JsonResponse(_who(worker))
 
     def _named(self, request: Request) -> Worker:

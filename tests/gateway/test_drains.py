@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pdrt.config import ProtocolConfig
+from pdrt.gateway.doubts import DOUBT_SECONDS, PROBE_SERIAL, Doubts
 from pdrt.gateway.drains import ASK_SECONDS_MAX, RESEND_SECONDS, Drains
 from pdrt.gateway.registry import Registry
 from pdrt.ids import Incarnation
-from pdrt.protocol.gateway_messages import Drain, Gone, Role
+from pdrt.protocol.gateway_messages import Drain, FinishReason, Gone, Inspect, Role
 from tests.gateway.conftest import Deployment, eventually
 from tests.gateway.stand_in import begins, says
 from tests.gateway.workers import DIGEST, GATEWAY, decode
@@ -131,8 +132,39 @@ async def test_the_requests_of_a_worker_known_to_have_ended_move_at_once(
     if is_told_by_itself:
         first.send(Gone(first.worker))
     else:
-        answer = await deployment.http.post(f"/workers/{first.name}/gone")
-        assert (answer.status_code, answer.json()["state"]) == (200, "lost")
+        first.die()
+        assert (await deployment.http.post(f"/workers/{first.name}/gone")).status_code == 200
     text = "".join([event.choices[0].text async for event in events])
     assert text == deployment.tokenizer.decode(output)
     assert [submit.output_token_ids for submit in second.submits] == [tuple(output[:2])]
+
+
+async def test_a_living_worker_that_is_called_dead_loses_nothing(deployment: Deployment) -> None:
+    output = deployment.ids("one two three four")
+    _, worker = await deployment.pair()
+    worker.on_submit = begins(worker, output, 2)
+    events = await deployment.client.completions.create(model="tiny", prompt=[5], stream=True)
+    for _ in range(5):
+        answer = await deployment.http.post(f"/workers/{worker.name}/gone")
+        assert (answer.status_code, answer.json()["state"]) == (200, "live")
+        beats = len(worker.registered)
+        await eventually(lambda beats=beats: len(worker.registered) > beats, "a heartbeat")
+    (submit,) = worker.submits
+    worker.tokens(submit.request, 2, output[2:])
+    worker.finish(submit.request, FinishReason.STOP)
+    text = "".join([event.choices[0].text async for event in events])
+    assert text == deployment.tokenizer.decode(output)
+
+
+def test_a_doubt_ends_with_the_worker_or_with_time(registry: Registry) -> None:
+    doubts = Doubts(GATEWAY, registry)
+    probe = Inspect(WORKER, PROBE_SERIAL, GATEWAY)
+    assert doubts.ask(WORKER, 0.0) == [probe]
+    assert doubts.on_tick(1.0) == [probe]
+    assert doubts.ask(WORKER, 1.5) == [probe]  # it does not last longer for being asked again
+    assert doubts.on_tick(DOUBT_SECONDS) == []
+    assert doubts.ask(WORKER, 3.0) == [probe]
+    registry.on_gone(WORKER, 3.5)
+    assert doubts.on_tick(4.0) == []
+    assert doubts.ask(WORKER, 4.0) == []
+    assert doubts.ask(Incarnation(77), 4.0) == []
