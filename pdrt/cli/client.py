@@ -49,9 +49,10 @@ class Gateway:
         except OSError as error:
             raise self._no_answer(error) from error
         self._check(answer)
-        if answer.status != 200 or not isinstance(answer.body, dict):
+        body = answer.body
+        if answer.status != 200 or not isinstance(body, dict) or "workers" not in body:
             raise PdrtError(f"{self.url}/status answered {answer.status}: is this a pdrt gateway?")
-        return answer.body
+        return body
 
     def post(self, path: str) -> Answer:
         """POST without a body.

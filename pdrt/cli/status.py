@@ -78,7 +78,12 @@ def _seconds(text: str) -> float:
 
 def _console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+    return console if _is_screen(console) else Console(width=PIPE_WIDTH)
+
+
+def _is_screen(console: Console) -> bool:
+    """Whether something can be shown in place; on a dumb terminal nothing would be seen at all."""
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 def _watch(fetch: Callable[[], Record], seconds: float, is_json: bool) -> int:
@@ -91,7 +96,7 @@ def _watch(fetch: Callable[[], Record], seconds: float, is_json: bool) -> int:
                 print(json.dumps(view.line()), flush=True)
                 time.sleep(seconds)
                 view.look(fetch, time.monotonic())
-        if not console.is_terminal:
+        if not _is_screen(console):
             while True:
                 console.print(view.shown(), Text())
                 time.sleep(seconds)

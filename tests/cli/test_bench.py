@@ -116,8 +116,26 @@ async def test_chat_events(endpoint: tuple[Endpoint, Target]) -> None:
         (OK + b"\r\ndata: [DONE]\n\n", "no text"),
         (b"", "EOFError"),
         (chunked(STREAM)[:-40], None),
+        (OK + b'\r\ndata: {"choices": ["a"]}\n\n', "ValueError"),
+        (OK + b'\r\ndata: {"choices": 5}\n\n', "ValueError"),
+        (OK + b'\r\ndata: {"choices": [{"delta": "a"}]}\n\n', "ValueError"),
+        (OK + b'\r\ndata: {"usage": [1]}\n\n', "ValueError"),
+        (OK + b'\r\ndata: {"usage": {"prompt_tokens": {}}}\n\n', "ValueError"),
     ],
-    ids=["refused", "broken", "in_the_stream", "nonsense", "nothing", "closed", "cut"],
+    ids=[
+        "refused",
+        "broken",
+        "in_the_stream",
+        "nonsense",
+        "nothing",
+        "closed",
+        "cut",
+        "choice",
+        "choices",
+        "delta",
+        "usage",
+        "count",
+    ],
 )
 async def test_failures_are_samples(
     endpoint: tuple[Endpoint, Target], answer: bytes, error: str | None

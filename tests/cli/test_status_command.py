@@ -238,3 +238,11 @@ def test_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_url_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", "127.0.0.1:8000"]) == 2
     assert "is not an http://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("term", "is_screen"), [("xterm", True), ("dumb", False)])
+def test_a_dumb_terminal_gets_one_look_after_the_other(
+    term: str, is_screen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    assert _is_screen(Console(force_terminal=True)) is is_screen

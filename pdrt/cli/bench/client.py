@@ -118,6 +118,28 @@ class _Failed(Exception):
     """The endpoint said so."""
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """What of an event is looked at."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+
+
 class _Events:
     """What has come so far."""
 
@@ -134,14 +156,17 @@ class _Events:
             raise ValueError("an event that is no object")
         if "error" in event:
             raise _Failed(_error_name(event))
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            texts = (choice.get("text"), delta.get("content"), delta.get("reasoning_content"))
-            if any(texts):
+        try:
+            chunk = msgspec.convert(event, _Chunk)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+        for choice in chunk.choices or ():
+            delta = choice.delta or _Delta()
+            if choice.text or delta.content or delta.reasoning_content:
                 self.times.append(now)
-        if usage := event.get("usage"):
-            self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
-            self.output_tokens = int(usage.get("completion_tokens") or 0)
+        if chunk.usage is not None:
+            self.prompt_tokens = chunk.usage.prompt_tokens or 0
+            self.output_tokens = chunk.usage.completion_tokens or 0
 
 
 async def _stream(target: Target, body: dict[str, Any], events: _Events) -> None:
