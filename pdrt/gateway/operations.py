@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -80,7 +81,9 @@ class Operations:
         """Of this gateway and of every worker that answers."""
         reports = await self._hub.inspect(check=False, seconds_max=REPORT_SECONDS_MAX)
         texts = [self._hub.render_metrics(), *(report.metrics for report in reports.values())]
-        return Response(merge(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
+        # Beside the loop: some tenths of a second for hundreds of workers.
+        text = await asyncio.to_thread(merge, texts)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def status(self, request: Request) -> Response:
         """All there is to know about the deployment."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pdrt.config import ApiConfig, GatewayConfig
 from pdrt.errors import RequestRefused
-from pdrt.gateway.errors import ApiError, invalid
+from pdrt.gateway.errors import ApiError, context_length_exceeded, invalid
 from pdrt.gateway.logprobs import TokenNames
 from pdrt.gateway.preparation import Preparation, Prepared
 from pdrt.gateway.schema.bounds import Limits
@@ -105,12 +105,15 @@ class ServedModel:
 
         return tokenize() if len(body) <= INLINE_BYTES_MAX else await self.beside(tokenize)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included.
+    def decode(self, token_ids: Sequence[int], limits: Limits) -> str:
+        """Text of token ids, special tokens included. The tokenizer lets nobody else run for as
+        long as it takes, so they are not more than the context holds.
 
         Raises:
-            ApiError: 400 naming `tokens`: one is no token.
+            ApiError: 400 naming `tokens`: one is no token, or they are too many.
         """
+        if len(token_ids) > limits.tokens_max:
+            raise context_length_exceeded(len(token_ids), limits.tokens_max, "tokens")
         if token_ids and max(token_ids) >= self.identity.vocab_size:
             message = f"Token ids must be from 0 to {self.identity.vocab_size - 1}"
             raise invalid(message, "tokens")

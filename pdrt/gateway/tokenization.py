@@ -33,11 +33,12 @@ class Tokenization:
     async def detokenize(self, request: Request) -> Response:
         with self._admission.preparing():
             body = await read_body(request, self._bytes_max)
+            limits = self._admission.limits()
 
             def detokenize() -> str:
                 asked = decode(body, DetokenizeBody, off=False)
                 self._model.check_name(asked.model)
-                return self._model.decode(asked.tokens)
+                return self._model.decode(asked.tokens, limits)
 
             text = await self._model.beside(detokenize)
         return JsonResponse(DetokenizeAnswer(text))

@@ -56,6 +56,7 @@ async def test_special_tokens_show_in_what_is_detokenized(deployment: Deployment
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
         ("/detokenize", {"tokens": [10**40]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5] * 513}, 400, "tokens"),
         ("/detokenize", {"tokens": [], "model": "other"}, 404, "model"),
     ],
 )
