@@ -10,6 +10,7 @@ Messages are msgspec structs over sockets that keep their boundaries (SOCK_SEQPA
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -51,6 +52,8 @@ with every token; it would slow the steps that others share down without ever re
 one step."""
 MEMORY_BYTES = 512 * 2**20
 """For one grammar, over what this process has when it forks."""
+OOM_SCORE_MAX = 1000
+"""The kernel's own bound."""
 WHITESPACE_CHARACTERS = 16
 """At most, between two parts of a JSON text: a model that has lost its thread would go on with
 newlines until `max_tokens`. Enough for any usual indentation."""
@@ -241,6 +244,9 @@ def _be_grammar(
     try:
         control.close()
         _limit_memory()
+        # Where the machine's memory ends, these go before the worker does.
+        with contextlib.suppress(OSError):  # as on kernels that are none
+            Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_MAX))
         serve_grammar(compiler, grammar, peer)
         status = 0
     finally:

@@ -297,6 +297,7 @@ async def test_processes_that_are_killed(directory: Path) -> None:
         assert grammars._server is not None
         server = grammars._server.result()
         (child,) = children(server._process.pid)
+        assert Path(f"/proc/{child}/oom_score_adj").read_text() == "1000\n"
         os.kill(child, signal.SIGKILL)
         os.kill(server._process.pid, signal.SIGKILL)
         assert permitted(matcher, []) == [EOS_ID]
