@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from pdrt.cli.flags import KNOWN_KEYS, Parser
 from pdrt.cli.http import Answer, get_json, post_json
@@ -35,7 +36,7 @@ class Gateway:
         layer_from_environment({}, KNOWN_KEYS, environment)  # refuses misspelt variables
         self.url = (flags["url"] or environment.get("PDRT_URL") or DEFAULT_URL).rstrip("/")
         self._api_key = flags["api_key"] or environment.get("PDRT_API_KEY") or None
-        if not self.url.startswith(("http://", "https://")):
+        if not _is_address(self.url):
             raise PdrtError(f"--url {self.url} is not an http:// or https:// address")
 
     def status(self) -> dict[str, Any]:
@@ -77,3 +78,11 @@ class Gateway:
     def _check(self, answer: Answer) -> None:
         if answer.status in (401, 403):
             raise PdrtError(f"{self.url} wants an API key; give it with --api-key or PDRT_API_KEY")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.netloc)

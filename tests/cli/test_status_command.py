@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from pdrt.cli.main import main
-from pdrt.cli.status import PIPE_WIDTH, View
+from pdrt.cli.status import PIPE_WIDTH, View, _is_screen
 from pdrt.cli.status_rates import Histogram, rates
 from pdrt.cli.status_tables import ROWS_MAX, pages_bar, render
 from pdrt.errors import PdrtError
@@ -235,8 +235,9 @@ def test_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pdrt up" in error
 
 
-def test_a_url_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--url", "127.0.0.1:8000"]) == 2
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://[::1", "http://"])
+def test_a_url_that_is_none_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url]) == 2
     assert "is not an http://" in capsys.readouterr().err
 
 
