@@ -71,8 +71,8 @@ async def test_a_client_that_leaves_during_prefill(
     assert ended["gateway client_gone"] == ended["decode cancelled"] == 1
     assert ended["prefill ended"] == 1
     log = tiny_up.processes["up"].text()
-    assert "reason=client_gone tokens=3900" in log
-    assert "reason=client_gone tokens=3900 computed=3900" not in log
+    assert "reason=client_gone prompt_tokens=3900" in log
+    assert "reason=client_gone prompt_tokens=3900 computed_tokens=3900" not in log
     assert "lease drained" in log
 
 
@@ -127,7 +127,7 @@ async def test_a_stop_string(tiny_up: Deployment, tiny_reference: Reference) -> 
     await until(lambda: not tiny_up.troubles(), "whole")
     ended = changes(tiny_up, before)
     assert ended["gateway stop"] == 2
-    assert ended["decode cancelled"] == 2
+    assert ended["decode stop"] == 2
 
 
 async def test_a_client_that_does_not_read(tiny_up: Deployment, tiny_reference: Reference) -> None:
