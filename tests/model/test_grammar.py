@@ -289,6 +289,10 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def oom_score_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 async def test_processes_that_are_killed(directory: Path) -> None:
     """Matchers permit only the end; the next request has all anew."""
     grammars = Grammars(directory, PADDED_VOCABULARY, (EOS_ID,))
@@ -297,7 +301,7 @@ async def test_processes_that_are_killed(directory: Path) -> None:
         assert grammars._server is not None
         server = grammars._server.result()
         (child,) = children(server._process.pid)
-        assert Path(f"/proc/{child}/oom_score_adj").read_text() == "1000\n"
+        assert oom_score_of(child) == 1000
         os.kill(child, signal.SIGKILL)
         os.kill(server._process.pid, signal.SIGKILL)
         assert permitted(matcher, []) == [EOS_ID]
