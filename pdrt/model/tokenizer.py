@@ -107,10 +107,6 @@ class Tokenizer:
         """Token ids of `render_chat`, with the same options and errors."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
-    def token_text(self, token_id: int) -> str:
-        """A token as text: U+FFFD where its bytes are no whole characters."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
 
 def _decode_of(inner: Any) -> Callable[..., str]:
     """`decode` of a tokenizer of transformers, without clean-up. Where it comes down to that of its

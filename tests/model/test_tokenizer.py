@@ -204,7 +204,6 @@ def test_a_part_of_a_character_has_bytes_but_no_text(load: Load) -> None:
     ids = tokenizer.encode("😀", add_special_tokens=False)
     assert len(ids) > 1
     assert b"".join(map(tokenizer.token_bytes, ids)) == "😀".encode()
-    assert "\ufffd" in tokenizer.token_text(ids[0])
     assert tokenizer.token_bytes(2) == b"<|im_end|>"
 
 
