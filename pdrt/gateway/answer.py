@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -17,11 +17,12 @@ from pdrt.gateway.choice import Choice
 from pdrt.gateway.completion_format import CompletionWhole
 from pdrt.gateway.effects import Ended
 from pdrt.gateway.errors import ApiError, invalid, overloaded, unavailable
+from pdrt.gateway.events import EventWriter, names, served_by
 from pdrt.gateway.http import JsonResponse
 from pdrt.gateway.hub import Hub
-from pdrt.gateway.responses import DONE, Head, Usage, error_event
+from pdrt.gateway.responses import DONE, Head, Usage
 from pdrt.gateway.stream import Outputs, OutputStream
-from pdrt.ids import Incarnation, short
+from pdrt.ids import short
 from pdrt.observe.tracing import Span
 from pdrt.protocol.gateway_messages import FinishReason
 
@@ -69,34 +70,6 @@ _STALLED = _Ending("stalled")
 Emit = Callable[[bytes], Awaitable[None]]
 
 
-class _EventWriter:
-    """The events of one response. `send` returns once the connection's buffer is below its high
-    water mark, so awaiting it is what makes us as slow as the client."""
-
-    def __init__(self, send: Send, choices: Sequence[Choice]) -> None:
-        self._send = send
-        self._choices = choices
-        self.is_started = False
-
-    async def emit(self, data: bytes) -> None:
-        """Events, which may be none; the first call starts the response."""
-        if not self.is_started:
-            self.is_started = True
-            await self._send(_event_stream_start(self._choices))
-        if data:
-            await self._write(data, more=True)
-
-    async def finish(self, error: ApiError | None, tail: bytes) -> None:
-        """The end of the stream; nothing, when it failed before it began."""
-        if error is None:
-            await self._write(tail, more=False)
-        elif self.is_started:
-            await self._write(error_event(error), more=False)
-
-    async def _write(self, data: bytes, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-
 class Answer:
     """Runs one job, once. Whatever happens, upstream stops when the answer does."""
 
@@ -120,7 +93,7 @@ class Answer:
             return Response(status_code=499)  # the client is gone: nobody reads it
         items = sum(choice.logprobs + choice.tokens for choice in self._job.choices)
         body = await self._work(items, self._whole_body)
-        return JsonResponse(body, headers=_served_by(self._job.choices))
+        return JsonResponse(body, headers=served_by(self._job.choices))
 
     def _whole_body(self) -> bytes:
         bodies: list[bytes] = []
@@ -141,7 +114,7 @@ class Answer:
 
         Raises `ApiError` while nothing is sent yet; after that an error is an event.
         """
-        writer = _EventWriter(send, self._job.choices)
+        writer = EventWriter(send, self._job.choices)
 
         async def write() -> _Ending:
             ending = await self._consume(writer.emit)
@@ -319,7 +292,7 @@ class Answer:
             "cached_tokens": usage.cached_tokens,
             "ttft_seconds": ttft,
             "seconds": round(now - stream.opened, 4),
-            "decodes": _names(c.stream.decodes for c in choices if c.stream is not None),
+            "decodes": names(c.stream.decodes for c in choices if c.stream is not None),
         }
         if len(choices) > 1:
             facts["choices"] = len(choices)
@@ -338,27 +311,3 @@ class Answer:
         if ttft is not None:
             attributes["pdrt.ttft_seconds"] = ttft
         self._job.span.end(now, attributes)
-
-
-def _names(workers: Iterable[Sequence[Incarnation]]) -> str:
-    """Each once, in order."""
-    return ",".join(dict.fromkeys(short(one) for some in workers for one in some))
-
-
-def _served_by(choices: Sequence[Choice]) -> dict[str, str]:
-    streams = [choice.stream for choice in choices if choice.stream is not None]
-    headers = {"x-pdrt-decode": _names(stream.decodes for stream in streams)}
-    if prefills := _names(stream.prefills for stream in streams):
-        headers["x-pdrt-prefill"] = prefills
-    return headers
-
-
-def _event_stream_start(choices: Sequence[Choice]) -> dict[str, object]:
-    headers = {
-        "content-type": "text/event-stream; charset=utf-8",
-        "cache-control": "no-cache",
-        "x-accel-buffering": "no",  # nginx would hold events back
-        **_served_by(choices),
-    }
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": 200, "headers": raw}
