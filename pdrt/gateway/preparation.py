@@ -29,6 +29,11 @@ CHARACTERS_PER_TOKEN_MAX = 256
 """No vocabulary known to us has longer tokens, but for rulers and blanks. A text that is longer
 than the context even so is refused unread: tokenizing it would keep the thread for minutes."""
 
+CHARACTERS_PER_TOKEN = 8
+"""More than most texts have."""
+CUT_TOKENS_MAX = 4 * CHARACTERS_PER_TOKEN_MAX
+"""What the end of a text may have more of for being cut within a token: one for each byte."""
+
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
@@ -140,6 +145,8 @@ class Preparation:
     def _encode_text(
         self, text: str, generation: Generation, param: str, limits: Limits
     ) -> EncodedPrompt:
+        if generation.encoding.truncate is None:
+            self._check_beginnings(text, param, limits)
         token_ids = self._encode_within(text, generation.encoding.add_special_tokens, param, limits)
         if not token_ids:
             raise invalid("The prompt must hold at least one token", param)
@@ -151,6 +158,16 @@ class Preparation:
     ) -> tuple[int, ...]:
         _check_characters(len(text), param, limits)
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def _check_beginnings(self, text: str, param: str, limits: Limits) -> None:
+        """Refuse a text that is far too long by a part of it: all of it may take seconds, and
+        others wait for the thread."""
+        size = limits.tokens_max * CHARACTERS_PER_TOKEN
+        while size < len(text):
+            tokens = len(self._tokenizer.encode(text[:size], add_special_tokens=False))
+            if tokens > limits.tokens_max + CUT_TOKENS_MAX:
+                raise context_length_exceeded(f"over {tokens}", limits.tokens_max, param)
+            size *= 2
 
     def _encoded(
         self, token_ids: tuple[int, ...], text: str | None, generation: Generation

@@ -10,8 +10,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from pdrt.config import GatewayConfig
+from pdrt.config import ApiConfig, GatewayConfig
 from pdrt.gateway.errors import ApiError
+from pdrt.gateway.preparation import CHARACTERS_PER_TOKEN_MAX, Preparation, Prepared
 from pdrt.gateway.schema.bounds import Limits
 from pdrt.gateway.schema.parsing import parse_chat, parse_completion
 from pdrt.gateway.served_model import INLINE_BYTES_MAX, Parse, ServedModel
@@ -120,3 +121,40 @@ async def test_names_and_the_template_count_like_text(deployment: Deployment) ->
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "150016 characters" in error["message"]
+
+
+class _Counter(_Recorder):
+    """A tokenizer with a token per `width` characters that notes how much it was given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.sizes: list[int] = []
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.sizes.append(len(text))
+        return [1] * (len(text) // self.width)
+
+
+@pytest.mark.parametrize("width", [1, 8, 200])
+def test_a_text_that_is_far_too_long_is_refused_by_a_part_of_it(width: int) -> None:
+    limits = msgspec.structs.replace(CONTEXT, tokens_max=4096)
+    counter = _Counter(width)
+    identity = ModelIdentity("tiny", "d1", 4096, 100, (), "LlamaForCausalLM")
+    preparation = Preparation(identity, cast(Tokenizer, counter), ApiConfig())
+
+    def prepare(size: int, **fields: Any) -> Prepared:
+        counter.sizes.clear()
+        body = msgspec.json.encode({"model": "tiny", "prompt": "x" * size, **fields})
+        return preparation.prepare(parse_completion(body, limits), limits)
+
+    assert len(prepare(4096 * width).prompts[0].token_ids) == 4096
+    assert sum(counter.sizes) <= 3 * 4096 * width
+    size = 4096 * CHARACTERS_PER_TOKEN_MAX
+    if width < 200:
+        with pytest.raises(ApiError, match=r"asks for over \d+") as caught:
+            prepare(size)
+        assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+        assert sum(counter.sizes) < size / 5
+    kept = prepare(size, truncate_prompt_tokens=8).prompts[0].token_ids
+    assert len(kept) == 8 and counter.sizes == [size]
