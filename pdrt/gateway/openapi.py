@@ -158,7 +158,7 @@ def openapi(model: str, has_keys: bool, open_paths: frozenset[str]) -> bytes:
     by_type = dict(zip(ordered, refs, strict=True))
     for body in (ChatBody, CompletionBody):
         _add_off(components[body.__name__], body)
-        components[body.__name__]["properties"]["model"] = {"enum": [model]}
+        components[body.__name__]["properties"]["model"] = {"enum": [model, None]}
     paths: dict[str, Schema] = {}
     for operation in OPERATIONS:
         is_closed = has_keys and operation.path not in open_paths

@@ -103,6 +103,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         "messages[0].content[0].text",
     ),
     ({"model": 1}, "model"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
 ]
 
 

@@ -29,7 +29,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "metadata": ({},),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "moderation": (),
@@ -65,7 +64,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class Body(FormatFields, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints have in common."""
 
-    model: str
+    model: str | None = None
+    """None means the one that is served."""
     n: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -106,6 +106,8 @@ class Body(FormatFields, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    """Labels for completions that OpenAI stores; nothing is stored here (`store` is refused)."""
 
 
 class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):

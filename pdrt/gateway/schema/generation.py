@@ -58,7 +58,7 @@ class Streaming(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    model: str
+    model: str | None
     prompts: tuple[Prompt, ...]
     n: int
     """Choices of each prompt."""
