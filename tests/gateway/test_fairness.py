@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from pdrt.config import GatewayConfig
 from pdrt.gateway import answer as answer_module
+from pdrt.gateway import prefix_index
 from pdrt.gateway.answer import Answer, Job
 from pdrt.gateway.chat.deltas import Delta, ToolCallArguments, ToolCallStart
 from pdrt.gateway.chat_format import ChatWhole
@@ -27,6 +28,7 @@ from pdrt.gateway.responses import Head, Piece, Renderer
 from pdrt.gateway.schema.generation import Shown
 from pdrt.gateway.text import TextAssembler
 from pdrt.ids import routing_id
+from pdrt.kv.prefix import PageKey, page_keys
 from pdrt.observe.tracing import Span
 from pdrt.protocol.codec import Decoder, encode
 from pdrt.protocol.gateway_messages import (
@@ -37,6 +39,7 @@ from pdrt.protocol.gateway_messages import (
     Tokens,
 )
 from pdrt.sampling import Sampling
+from tests.gateway.conftest import HANG_SECONDS
 from tests.gateway.workers import DIGEST, GATEWAY, decode, prefill
 
 HEAD = Head("cmpl-1", 0, "tiny", is_chat=False)
@@ -127,12 +130,28 @@ async def test_choices_begin_one_at_a_turn_of_the_loop() -> None:
     assert gateway.hub.streams == 0
 
 
+async def test_choices_of_one_prompt_share_the_work_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[object] = []
+
+    def noted(token_ids: Sequence[int], *rest: Any) -> list[PageKey]:
+        computed.append(token_ids)
+        return page_keys(token_ids, *rest)
+
+    monkeypatch.setattr(prefix_index, "page_keys", noted)
+    gateway = Gateway()
+    task = asyncio.create_task(gateway.answer(8).whole(_never))
+    await gateway.submitted(8)
+    assert len(computed) == 1
+    gateway.say(4)
+    await task
+
+
 async def test_places_are_kept_for_choices_that_have_not_begun() -> None:
     gateway = Gateway(requests_max=8)
     task = asyncio.create_task(gateway.answer(8).whole(_never))
     await gateway.submitted(1)
     with pytest.raises(ApiError) as caught:
-        await gateway.answer(1).whole(_never)
+        await asyncio.wait_for(gateway.answer(1).whole(_never), HANG_SECONDS)
     assert caught.value.status == 429
     await gateway.submitted(8)
     gateway.say(4)
