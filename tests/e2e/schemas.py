@@ -77,11 +77,12 @@ def _objects(
     required: tuple[str, ...] = (),
     additionalProperties: Any = True,
     propertyNames: dict[str, Any] | None = None,
+    maxProperties: int = LENGTH_MAX,
 ) -> st.SearchStrategy[dict[str, Any]]:
     if properties is None:
-        assert isinstance(additionalProperties, dict) and propertyNames is not None
-        keys = _strings(**propertyNames)
-        return st.dictionaries(keys, values(additionalProperties), max_size=LENGTH_MAX)
+        assert isinstance(additionalProperties, dict)
+        keys, most = _strings(**(propertyNames or {})), min(maxProperties, LENGTH_MAX)
+        return st.dictionaries(keys, values(additionalProperties), max_size=most)
     assert additionalProperties is False
     fields = {name: values(schema) for name, schema in properties.items()}
     always = {name: fields.pop(name) for name in required}
