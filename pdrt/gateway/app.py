@@ -25,6 +25,7 @@ from pdrt.gateway.http import (
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.openapi import openapi
 from pdrt.gateway.operations import Operations
+from pdrt.gateway.origins import Origins
 from pdrt.gateway.page import page_routes
 from pdrt.gateway.served_model import ServedModel
 from pdrt.gateway.tokenization import Tokenization
@@ -43,7 +44,8 @@ def build_app(hub: Hub, model: ServedModel, config: GatewayConfig) -> ASGIApp:
         },
     )
     # Outside of the keys: browsers ask beforehand, and send none then.
-    return RequestIds(_with_cors(Compression(app), config.api.cors_origin))
+    origins = config.api.cors_origin
+    return RequestIds(_with_cors(Origins(Compression(app), origins), origins))
 
 
 def api_routes(hub: Hub, model: ServedModel, config: GatewayConfig) -> list[Route]:

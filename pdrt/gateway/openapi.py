@@ -37,6 +37,7 @@ WORDS = {
     200: "Done",
     400: "A field is wrong; `param` names it",
     401: "The API key is missing or wrong",
+    403: "A web page of another origin is behind it, which --cors-origin does not name",
     404: "There is no such thing",
     408: "The body did not arrive in time",
     409: "Not now, or not clear which",
@@ -47,7 +48,7 @@ WORDS = {
     503: "No pair of workers can serve, or the gateway is shutting down; try again",
     504: "The request took too long",
 }
-BODY_ERRORS = (400, 404, 408, 413, 415, 429, 503)
+BODY_ERRORS = (400, 403, 404, 408, 413, 415, 429, 503)
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -128,7 +129,7 @@ OPERATIONS = (
         "/workers/{worker}/drain",
         "Have a worker finish what it has, and leave",
         {JSON: ANY_OBJECT},
-        errors=(404, 409),
+        errors=(403, 404, 409),
         parameters=("worker",),
     ),
     Operation(
@@ -136,7 +137,7 @@ OPERATIONS = (
         "/workers/{worker}/gone",
         "Say that a worker's process is dead, so that nobody waits for it",
         {JSON: ANY_OBJECT},
-        errors=(404, 409),
+        errors=(403, 404, 409),
         parameters=("worker",),
     ),
     Operation("get", "/openapi.json", "This description", {JSON: ANY_OBJECT}),

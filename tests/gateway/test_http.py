@@ -11,6 +11,7 @@ import pytest
 
 from pdrt.gateway.compression import takes_gzip, unpack
 from pdrt.gateway.errors import ApiError
+from pdrt.gateway.origins import is_foreign
 from tests.gateway.conftest import KEY, Deploy, Deployment, eventually
 from tests.gateway.stand_in import begins, says
 
@@ -47,6 +48,38 @@ async def test_a_browser_may_ask_from_an_origin_that_is_allowed(deploy: Deploy) 
 async def test_without_the_flag_no_origin_may(deployment: Deployment) -> None:
     response = await deployment.http.get("/health", headers={"origin": ORIGIN})
     assert "access-control-allow-origin" not in response.headers
+
+
+FOREIGN = [
+    ({}, False),
+    ({"host": "h:1", "origin": "http://h:1"}, False),
+    ({"host": "h:1", "origin": "http://h:2"}, True),
+    ({"host": "h:1", "origin": "null"}, True),
+    ({"host": "h:1", "origin": ORIGIN}, False),
+    ({"host": "proxy", "origin": "http://h:1", "sec-fetch-site": "same-origin"}, False),
+    ({"host": "h:1", "origin": "http://h:1", "sec-fetch-site": "cross-site"}, True),
+    ({"host": "h:1", "origin": "http://h:2", "sec-fetch-site": "same-site"}, True),
+]
+
+
+@pytest.mark.parametrize(("headers", "is_refused"), FOREIGN)
+def test_whose_page_it_is(headers: dict[str, str], is_refused: bool) -> None:
+    assert is_foreign(headers, (ORIGIN,)) is is_refused
+    assert not is_foreign(headers, ("*",))
+
+
+async def test_a_foreign_page_makes_nobody_do_anything(deployment: Deployment) -> None:
+    """A browser posts plain text without asking beforehand."""
+    _, decode = await deployment.pair()
+    headers = {"origin": "https://evil.example", "content-type": "text/plain"}
+    for path in ("/v1/completions", "/v1/chat/completions", f"/workers/{decode.name}/drain"):
+        response = await deployment.http.post(path, content=json.dumps(BODY), headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            403,
+            "origin_not_allowed",
+        )
+    assert not decode.submits
+    assert (await deployment.http.get("/health", headers=headers)).status_code == 200
 
 
 async def test_each_of_several_keys_opens(deploy: Deploy) -> None:
