@@ -40,7 +40,7 @@ export function duration(seconds) {
 
 function tick(bound) {
   if (bound === Infinity) return "∞";
-  return bound < 1 ? `${+(bound * 1000).toPrecision(2)}m` : `${bound}s`;
+  return bound < 1 ? `${+(bound * 1000).toPrecision(2)}ms` : `${bound}s`;
 }
 
 export function drawHistogram(place, figures, buckets) {
@@ -52,7 +52,7 @@ export function drawHistogram(place, figures, buckets) {
   place.replaceChildren(...buckets.map(([bound, count], index) => {
     const bar = element("i");
     bar.style.height = `${(80 * count) / most}%`;
-    const label = element("span", "", index % 2 ? "\u00a0" : tick(bound)); // every one does not fit
+    const label = element("span", "", index % 3 ? "\u00a0" : tick(bound)); // every one does not fit
     const column = element("div", "", bar, label);
     column.title = `up to ${tick(bound)}: ${count}`;
     return column;
