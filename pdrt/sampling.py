@@ -76,6 +76,16 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What a model's own generation_config.json recommends where a client gives nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Of one token: natural logarithms of the probabilities that the model itself gives, before
     temperature, penalties, bias, grammar and filters (vLLM's `raw_logprobs`)."""

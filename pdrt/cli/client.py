@@ -77,7 +77,8 @@ class Gateway:
 
     def _check(self, answer: Answer) -> None:
         if answer.status in (401, 403):
-            raise PdrtError(f"{self.url} wants an API key; give it with --api-key or PDRT_API_KEY")
+            wants = "refuses this API key" if self._api_key else "wants an API key"
+            raise PdrtError(f"{self.url} {wants}; give it with --api-key or PDRT_API_KEY")
 
 
 def _is_address(url: str) -> bool:

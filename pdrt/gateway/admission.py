@@ -47,4 +47,10 @@ class Admission:
         """Of a request that comes now: workers may hold less context than the model."""
         own, api = self._identity.max_model_len, self._config.api
         tokens_max = min(own, self._hub.registry.max_model_len() or own)
-        return Limits(tokens_max, api.choices_max, api.logprobs_max, api.grammar_bytes_max)
+        return Limits(
+            tokens_max,
+            api.choices_max,
+            api.logprobs_max,
+            api.grammar_bytes_max,
+            self._identity.sampling,
+        )

@@ -46,6 +46,9 @@ from pdrt.protocol.gateway_messages import (
 
 log = logging.getLogger("pdrt.gateway")
 
+LEFT = "it has left"
+"""By its own last word: nothing is wrong."""
+
 
 class Hub:
     """All state of the gateway. Used on the loop only; nothing here waits or blocks."""
@@ -114,7 +117,7 @@ class Hub:
             case Finished():
                 self._apply(self.requests.on_finished(message, now))
             case Gone():
-                self._lose(message.worker, "it has left")
+                self._lose(message.worker, LEFT)
             case Report(serial=serial) if serial != PROBE_SERIAL:
                 if not self._inspector.on_report(message):
                     self.metrics.count_stale_message("report_unasked")
@@ -148,7 +151,8 @@ class Hub:
         self._apply(self.requests.on_tick(now))
 
     def _on_lost(self, worker: Incarnation, why: str, now: float) -> None:
-        log.warning("%s is lost: %s", self.registry.workers[worker].name, why)
+        level = logging.INFO if why == LEFT else logging.WARNING
+        log.log(level, "%s is lost: %s", self.registry.workers[worker].name, why)
         self.router.forget(worker)
         self._apply(self.requests.on_worker_lost(worker, now))
 

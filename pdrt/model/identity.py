@@ -16,6 +16,7 @@ import msgspec
 from pdrt.errors import ConfigError, ModelError
 from pdrt.model.hub import hub_id_of
 from pdrt.model.support import check_supported, longrope_limit
+from pdrt.sampling import SamplingDefaults
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,6 +36,16 @@ SAMPLES_PER_FILE = 64
 """A fine-tune has its base's shapes: a few bytes of every file of weights tell them apart."""
 
 
+SAMPLING_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""What a client may ask for, too."""
+
+
 class ModelIdentity(msgspec.Struct, frozen=True):
     """What both sides of a hand-over must agree on about the model."""
 
@@ -51,6 +62,8 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     """Class name, as in LlamaForCausalLM."""
     longrope_limit: int | None = None
     """See `pdrt.model.support.longrope_limit`."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """As vLLM takes them from generation_config.json."""
 
 
 def read_identity(directory: Path, load_format: LoadFormat = "auto") -> ModelIdentity:
@@ -75,6 +88,20 @@ def read_identity(directory: Path, load_format: LoadFormat = "auto") -> ModelIde
         eos_token_ids=tuple(_as_ids(eos)),
         architecture=config["architectures"][0],
         longrope_limit=longrope_limit(config),
+        sampling=_sampling_defaults(generation),
+    )
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """Values that make no sense are left out: nobody asked for them."""
+    found = {name: generation.get(name) for name in SAMPLING_RANGES}
+    return SamplingDefaults(
+        **{
+            name: type(getattr(SamplingDefaults(), name))(value)
+            for name, value in found.items()
+            if isinstance(value, int | float)
+            and SAMPLING_RANGES[name][0] <= value <= SAMPLING_RANGES[name][1]
+        }
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from pdrt.gateway.schema.bodies import OFF
 from pdrt.gateway.schema.bounds import Limits
 from pdrt.gateway.schema.parsing import parse_chat, parse_completion
 from pdrt.protocol.gateway_messages import FinishReason, Role
+from pdrt.sampling import Sampling, SamplingDefaults
 from tests.gateway.conftest import Deploy, Deployment, eventually
 from tests.gateway.stand_in import begins, says
 
@@ -315,3 +317,20 @@ async def test_a_worker_of_another_model_is_not_used(deployment: Deployment) -> 
     await deployment.known(decode)
     with pytest.raises(openai.InternalServerError, match="model digest d2, the gateway's is d1"):
         await deployment.chat()
+
+
+def test_the_models_own_sampling_stands_where_the_client_gives_none() -> None:
+    own = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1)
+    limits = msgspec.structs.replace(LIMITS, sampling=own)
+
+    def sampling(**fields: Any) -> Sampling:
+        return parse_chat(json.dumps({**CHAT, **fields}).encode(), limits).sampling
+
+    assert (
+        SamplingDefaults(
+            **{name: getattr(sampling(), name) for name in SamplingDefaults.__struct_fields__}
+        )
+        == own
+    )
+    given = sampling(temperature=0, top_k=-1, top_p=1, repetition_penalty=1)
+    assert (given.temperature, given.top_k, given.top_p, given.repetition_penalty) == (0, 0, 1, 1)

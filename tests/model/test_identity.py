@@ -15,6 +15,7 @@ from pdrt.config import ModelConfig
 from pdrt.errors import ModelError
 from pdrt.model.identity import base_digest, read_identity, read_served_identity
 from pdrt.model.placement import limit_identity
+from pdrt.sampling import SamplingDefaults
 from tests.model.conftest import TinyModel
 from tests.model.tiny import EOS_ID
 
@@ -114,3 +115,13 @@ def test_reading_an_identity_imports_no_torch(directory: Path) -> None:
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
+
+
+def test_recommended_sampling_is_read_and_nonsense_is_left_out(directory: Path) -> None:
+    assert read_identity(directory).sampling == SamplingDefaults()
+    config = directory / "generation_config.json"
+    given = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    config.write_text(json.dumps({**given, "do_sample": True, "min_p": "x"}))
+    assert read_identity(directory).sampling == SamplingDefaults(**given)
+    config.write_text(json.dumps({"temperature": -1, "top_k": None, "top_p": 0}))
+    assert read_identity(directory).sampling == SamplingDefaults()

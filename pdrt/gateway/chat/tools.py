@@ -116,7 +116,10 @@ def _schemas(tools: Sequence[Tool]) -> tuple[tuple[str, dict[str, Any]], ...]:
 
 def _style(support: ToolSupport) -> ToolStyle:
     if not support.template_renders:
-        raise invalid("This model's chat template has no tools", "tools")
+        raise invalid(
+            "This model's chat template does not know tools: serve a model whose template does",
+            "tools",
+        )
     if support.style is None:
         message = (
             "Tool calls are switched off here, or the way this model writes them is not known "

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdrt.sampling import SamplingDefaults
+
 STOPS_MAX = 64
 STOP_CHARACTERS_MAX = 1024
 """Each stop string costs a search per token."""
@@ -43,6 +45,8 @@ class Limits(msgspec.Struct, frozen=True):
     choices_max: int
     logprobs_max: int
     grammar_bytes_max: int
+    sampling: SamplingDefaults = SamplingDefaults()
+    """Of the model, where a client gives nothing."""
 
 
 def prompt_logprobs_bytes(tokens: int, top: int) -> int:

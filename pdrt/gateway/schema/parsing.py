@@ -115,7 +115,9 @@ def _generation(
         encoding=Encoding(_or(body.add_special_tokens, not is_chat), body.truncate_prompt_tokens),
         max_tokens=tokens,
         max_tokens_param=tokens_param,
-        sampling=parse_sampling(body, shown.logprobs, max(of_prompt, default=None)),
+        sampling=parse_sampling(
+            body, limits.sampling, shown.logprobs, max(of_prompt, default=None)
+        ),
         seed=None if body.seed is None else body.seed % 2**64,
         stops=parse_stops(body.stop),
         shown=shown,

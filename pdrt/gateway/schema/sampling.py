@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from pdrt.gateway.errors import invalid
 from pdrt.gateway.schema.bodies import Body
 from pdrt.gateway.schema.bounds import (
@@ -10,10 +12,14 @@ from pdrt.gateway.schema.bounds import (
     STOP_TOKEN_IDS_MAX,
     STOPS_MAX,
 )
-from pdrt.sampling import Sampling
+from pdrt.sampling import Sampling, SamplingDefaults
+
+Number = TypeVar("Number", int, float)
 
 
-def parse_sampling(body: Body, logprobs: int | None, prompt_logprobs: int | None) -> Sampling:
+def parse_sampling(
+    body: Body, defaults: SamplingDefaults, logprobs: int | None, prompt_logprobs: int | None
+) -> Sampling:
     """All but `max_tokens`, `seed` and the grammar, which depend on the model.
 
     Raises:
@@ -26,19 +32,23 @@ def parse_sampling(body: Body, logprobs: int | None, prompt_logprobs: int | None
     return Sampling(
         max_tokens=0,
         min_tokens=body.min_tokens or 0,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=max(0, _given(body.top_k, defaults.top_k)),
+        min_p=_given(body.min_p, defaults.min_p),
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
         logit_bias=tuple(sorted((body.logit_bias or {}).items())),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _given(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
 
 
 def parse_stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class Bubble {
     this.facts = element("small");
     this.reasoning = element("details", "", element("summary", "", "reasoning"), this.thought = element("span"));
     this.reasoning.hidden = true;
+    this.facts.textContent = "waiting …";
     this.item = element("li", "assistant", this.reasoning, this.text, this.facts);
     list.append(this.item);
     this.began = performance.now();
@@ -55,6 +56,7 @@ class Bubble {
     const thought = delta.reasoning_content ?? delta.reasoning ?? "";
     if (!piece && !thought) return;
     this.last = performance.now();
+    if (this.first === null) this.facts.textContent = "";
     this.first ??= this.last;
     this.pieces += 1;
     this.text.append(piece);
@@ -82,6 +84,7 @@ class Bubble {
 
   fail(error) {
     this.item.classList.add("error");
+    this.facts.textContent = "";
     this.text.append(this.text.textContent ? `\n${error.message}` : error.message);
   }
 }

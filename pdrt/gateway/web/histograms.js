@@ -43,11 +43,17 @@ function tick(bound) {
   return bound < 1 ? `${+(bound * 1000).toPrecision(2)}ms` : `${bound}s`;
 }
 
+// The few slowest of few say nothing about one in a hundred.
+function quantiles(buckets, total) {
+  const shown = total < 100 ? [50, 90] : [50, 99];
+  return shown.map((part) => `p${part} ${duration(quantile(buckets, part / 100))}`).join(" · ");
+}
+
 export function drawHistogram(place, figures, buckets) {
   const most = Math.max(1, ...buckets.map(([, count]) => count));
   const total = buckets.reduce((sum, [, count]) => sum + count, 0);
   figures.textContent = total
-    ? `p50 ${duration(quantile(buckets, 0.5))} · p99 ${duration(quantile(buckets, 0.99))} · n ${total}`
+    ? `${quantiles(buckets, total)} · n ${total}`
     : "nothing yet";
   place.replaceChildren(...buckets.map(([bound, count], index) => {
     const bar = element("i");

@@ -52,7 +52,7 @@ function pagesBar(status) {
 }
 
 function card(worker) {
-  const { status, load, state } = worker;
+  const { status, state } = worker;
   const isGood = state === "live" && worker.healthy;
   const mood = element("span", isGood ? "good" : "bad", worker.healthy ? state : "not healthy");
   const name = element("code", "", short(worker.worker));
@@ -60,10 +60,12 @@ function card(worker) {
   const made = element("div", `worker ${state}`, element("div", "top", name, mood));
   made.dataset.worker = worker.worker;
   if (status) {
-    const used = status.pages_total - (status.pages.free ?? 0);
+    const cached = status.pages.cache ?? 0;
+    const used = status.pages_total - (status.pages.free ?? 0) - cached;
     made.append(pagesBar(status));
     made.append(element("div", "facts",
-      `${load.running} running · ${load.queued} queued · ${used} of ${status.pages_total} pages used`));
+      `${status.running} running · ${status.queued} queued · pages: ${used} in use, ${cached} cached, `
+      + `${status.pages_total} in all`));
   }
   for (const reason of worker.reasons) made.append(element("div", "facts bad", reason));
   return made;
