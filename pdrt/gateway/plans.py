@@ -11,13 +11,11 @@ from pdrt.gateway.choice import Plan
 from pdrt.gateway.effects import Submission
 from pdrt.gateway.errors import ApiError, context_length_exceeded, invalid
 from pdrt.gateway.preparation import EncodedPrompt, Prepared
-from pdrt.gateway.schema.bounds import RESPONSE_LOGPROBS_MAX, prompt_logprobs_bytes
+from pdrt.gateway.schema.bounds import RESPONSE_LOGPROBS_MAX
 from pdrt.gateway.schema.generation import ChatPrompt, Generation
 from pdrt.model.identity import ModelIdentity
+from pdrt.protocol.codec import FRAME_REST_BYTES, prompt_logprobs_bytes
 from pdrt.sampling import Sampling
-
-FRAME_HEAD_BYTES = 1024
-"""What a frame with log probabilities of a prompt holds beside them, or less."""
 
 
 class Circumstances(msgspec.Struct, frozen=True):
@@ -117,7 +115,7 @@ def _sampling(prepared: Prepared, prompt: EncodedPrompt, met: Circumstances) -> 
     max_tokens = _max_tokens(prepared.generation, size, met.tokens_max)
     top = sampling.prompt_logprobs
     if top is not None:
-        needed = FRAME_HEAD_BYTES + prompt_logprobs_bytes(size, top)
+        needed = FRAME_REST_BYTES + prompt_logprobs_bytes(size, top)
         if needed > met.frame_bytes_max:
             raise _too_many(f"{size} prompt tokens with {top} likely ones each", prepared)
     return msgspec.structs.replace(

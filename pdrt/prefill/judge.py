@@ -6,13 +6,8 @@ import msgspec
 
 from pdrt.kv.layout import KvLayout
 from pdrt.model.identity import ModelIdentity
+from pdrt.protocol.codec import FRAME_REST_BYTES, prompt_logprobs_bytes
 from pdrt.protocol.messages import Grant
-
-TOKEN_LOGPROBS_BYTES = 18
-TOP_LOGPROB_BYTES = 15
-"""At most, as msgpack: of one `TokenLogprobs`, and of each token in its `top`."""
-DRAINED_BYTES = 4096
-"""All else that a `Drained` says."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -48,7 +43,7 @@ def _logprobs_refusal(grant: Grant, frame_bytes_max: int) -> str | None:
     if top is None:
         return None
     tokens = len(grant.token_ids) - grant.output_tokens
-    size = tokens * (TOKEN_LOGPROBS_BYTES + top * TOP_LOGPROB_BYTES) + DRAINED_BYTES
+    size = prompt_logprobs_bytes(tokens, top) + FRAME_REST_BYTES
     if size <= frame_bytes_max:
         return None
     return (

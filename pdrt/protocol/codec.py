@@ -19,6 +19,13 @@ class BadFrame(Exception):
         self.reason = reason
 
 
+TOKEN_LOGPROBS_BYTES = 18
+"""Of one `TokenLogprobs` in a frame, without the likely ones: array heads, a float, a rank."""
+LIKELY_LOGPROB_BYTES = 15
+"""Of one token in its `top`: array head, an id, a float."""
+FRAME_REST_BYTES = 4096
+"""What a frame with log probabilities of a prompt holds beside them, or less."""
+
 _VERSION = bytes([PROTOCOL_VERSION])
 _encoder = msgspec.msgpack.Encoder()
 
@@ -26,6 +33,11 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(message: msgspec.Struct) -> bytes:
     """One frame."""
     return _VERSION + _encoder.encode(message)
+
+
+def prompt_logprobs_bytes(tokens: int, top: int) -> int:
+    """Of the log probabilities of a prompt, in a frame, at most."""
+    return tokens * (TOKEN_LOGPROBS_BYTES + top * LIKELY_LOGPROB_BYTES)
 
 
 class Decoder(Generic[Message]):

@@ -10,9 +10,8 @@ import pytest
 
 from pdrt.gateway.logprobs import TokenNames
 from pdrt.gateway.schema.answers import ChatCompletion, Completion
-from pdrt.gateway.schema.bounds import prompt_logprobs_bytes
 from pdrt.ids import RequestId
-from pdrt.protocol.codec import encode
+from pdrt.protocol.codec import encode, prompt_logprobs_bytes
 from pdrt.protocol.gateway_messages import FinishReason, PromptLogprobs, Submit
 from pdrt.sampling import TokenLogprobs
 from tests.gateway.conftest import Deploy, Deployment

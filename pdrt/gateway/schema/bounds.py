@@ -30,11 +30,6 @@ COMPLETION_TOKENS_DEFAULT = 16
 """As in OpenAI's completions API."""
 RESPONSE_LOGPROBS_MAX = 1 << 22
 """Log probabilities in one answer that is not streamed; they wait in memory, 100 bytes each."""
-TOKEN_LOGPROBS_BYTES = 18
-"""Of one token in a frame, without the likely ones: array heads, a float, a rank. Measured by
-test_logprobs.py."""
-LIKELY_LOGPROB_BYTES = 15
-"""Of one likely token: array head, an id, a float."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -47,8 +42,3 @@ class Limits(msgspec.Struct, frozen=True):
     grammar_bytes_max: int
     sampling: SamplingDefaults = SamplingDefaults()
     """Of the model, where a client gives nothing."""
-
-
-def prompt_logprobs_bytes(tokens: int, top: int) -> int:
-    """Of the log probabilities of a prompt, in a frame, at most."""
-    return tokens * (TOKEN_LOGPROBS_BYTES + top * LIKELY_LOGPROB_BYTES)
