@@ -1,4 +1,4 @@
-"""The web page at `/`: static files of this package, which then ask /status and /metrics.
+"""The web page at `/`: static files of this package, which then ask /status.
 
 Served without an API key, as it holds nothing; what it asks for needs one.
 """

@@ -31,6 +31,5 @@ export async function failure(response) {
 export async function api(path) {
   const response = await fetch(path, { headers: headers(), signal: AbortSignal.timeout(TIMEOUT_MS) });
   if (!response.ok) throw await failure(response);
-  const isJson = response.headers.get("content-type")?.includes("json");
-  return isJson ? response.json() : response.text();
+  return response.json();
 }

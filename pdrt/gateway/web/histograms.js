@@ -1,22 +1,11 @@
-// Prometheus histograms: summed over series, as bars with quantiles.
+// Histograms as bars with quantiles.
 import { element } from "./map.js";
 
-const SAMPLE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
-const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
-
 // [[upper bound in seconds, count in this bucket alone], …], ascending; the last bound is Infinity.
-export function bucketsOf(text, family, wanted) {
-  const cumulative = new Map();
-  for (const line of text.split("\n")) {
-    const match = SAMPLE.exec(line);
-    if (!match || match[1] !== `${family}_bucket`) continue;
-    const labels = Object.fromEntries([...(match[2] ?? "").matchAll(LABEL)].map((l) => [l[1], l[2]]));
-    if (Object.entries(wanted).some(([name, value]) => labels[name] !== value)) continue;
-    const bound = labels.le === "+Inf" ? Infinity : Number(labels.le);
-    cumulative.set(bound, (cumulative.get(bound) ?? 0) + Number(match[3]));
-  }
-  const bounds = [...cumulative.keys()].sort((a, b) => a - b);
-  return bounds.map((bound, i) => [bound, cumulative.get(bound) - (cumulative.get(bounds[i - 1]) ?? 0)]);
+// Nothing where nothing has been counted yet.
+export function bucketsOf(histogram) {
+  if (!histogram) return [];
+  return [...histogram.bounds, Infinity].map((bound, i) => [bound, histogram.counts[i]]);
 }
 
 // Linear within a bucket, as Prometheus' histogram_quantile does.

@@ -1,4 +1,4 @@
-// The page at /: polls /status and /metrics, and draws what they say. Nothing is kept between polls.
+// The page at /: polls /status and draws what it says. Nothing is kept between polls.
 import { api, needsKey, setKey } from "./api.js";
 import { startChat } from "./chat.js";
 import { bucketsOf, drawHistogram } from "./histograms.js";
@@ -37,14 +37,14 @@ function drawUnreachable(error) {
 
 async function poll() {
   try {
-    const [status, text] = await Promise.all([api("status"), api("metrics")]);
+    const status = await api("status");
     byId("key").hidden = true;
     drawReady(status);
     const rooms = roomsInFlight(status.workers);
     drawMap(byId("map"), status.workers, rooms);
     drawRooms(byId("rooms"), rooms);
     for (const name of ["ttft", "itl"]) {
-      const buckets = bucketsOf(text, `pdrt_${name}_seconds`, { role: "gateway" });
+      const buckets = bucketsOf(status.gateway.totals.histograms[`${name}_seconds`]);
       drawHistogram(byId(name), byId(`${name}-figures`), buckets);
     }
   } catch (error) {
