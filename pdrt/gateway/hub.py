@@ -46,9 +46,6 @@ from pdrt.protocol.gateway_messages import (
 
 log = logging.getLogger("pdrt.gateway")
 
-LEFT = "it has left"
-"""By its own last word: nothing is wrong."""
-
 
 class Hub:
     """All state of the gateway. Used on the loop only; nothing here waits or blocks."""
@@ -117,7 +114,7 @@ class Hub:
             case Finished():
                 self._apply(self.requests.on_finished(message, now))
             case Gone():
-                self._lose(message.worker, LEFT)
+                self._lose(message.worker, "it has left", logging.INFO)
             case Report(serial=serial) if serial != PROBE_SERIAL:
                 if not self._inspector.on_report(message):
                     self.metrics.count_stale_message("report_unasked")
@@ -144,14 +141,13 @@ class Hub:
         now = self.clock()
         self.metrics.observe_tick(now, TICK_SECONDS)
         for worker in self.registry.on_tick(now):
-            self._on_lost(worker, "silent too long", now)
+            self._on_lost(worker, "silent too long", logging.WARNING, now)
         self._probe(self.doubts.on_tick(now))
         for message in self.drains.on_tick(now):
             self._send(message)
         self._apply(self.requests.on_tick(now))
 
-    def _on_lost(self, worker: Incarnation, why: str, now: float) -> None:
-        level = logging.INFO if why == LEFT else logging.WARNING
+    def _on_lost(self, worker: Incarnation, why: str, level: int, now: float) -> None:
         log.log(level, "%s is lost: %s", self.registry.workers[worker].name, why)
         self.router.forget(worker)
         self._apply(self.requests.on_worker_lost(worker, now))
@@ -172,12 +168,12 @@ class Hub:
     def _probe(self, probes: Iterable[Inspect]) -> None:
         for probe in probes:
             if not self._send(probe):
-                self._lose(probe.worker, "it died, says who started it")
+                self._lose(probe.worker, "it died, says who started it", logging.WARNING)
 
-    def _lose(self, worker: Incarnation, why: str) -> None:
+    def _lose(self, worker: Incarnation, why: str, level: int) -> None:
         now = self.clock()
         if self.registry.on_gone(worker, now):
-            self._on_lost(worker, why, now)
+            self._on_lost(worker, why, level, now)
 
     # From clients
 
