@@ -12,15 +12,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
-from pdrt.gateway.chat_format import ChatWhole
 from pdrt.gateway.choice import Choice
-from pdrt.gateway.completion_format import CompletionWhole
 from pdrt.gateway.effects import Ended
 from pdrt.gateway.errors import ApiError, invalid, overloaded, unavailable
 from pdrt.gateway.events import EventWriter, names, served_by
 from pdrt.gateway.http import JsonResponse
 from pdrt.gateway.hub import Hub
-from pdrt.gateway.responses import DONE, Head, Usage
+from pdrt.gateway.responses import DONE, Head, Usage, WholeChoice
 from pdrt.gateway.stream import Outputs, OutputStream
 from pdrt.ids import short
 from pdrt.observe.tracing import Span
@@ -99,10 +97,9 @@ class Answer:
         bodies: list[bytes] = []
         rest: dict[str, Any] = {}
         for choice in self._job.choices:
-            assert isinstance(choice.renderer, ChatWhole | CompletionWhole)
+            assert isinstance(choice.renderer, WholeChoice)
             bodies.append(choice.renderer.encode())
-            if isinstance(choice.renderer, ChatWhole):
-                rest |= choice.renderer.of_prompt(choice.plan.submission.token_ids)
+            rest |= choice.renderer.of_prompt(choice.plan.submission.token_ids)
         return self._job.head.whole(bodies, self._usage(), rest)
 
     async def _work(self, items: int, work: Callable[[], bytes]) -> bytes:

@@ -18,7 +18,7 @@ from pdrt.gateway.chat.deltas import (
 )
 from pdrt.gateway.chat.output import OutputParser
 from pdrt.gateway.logprobs import LogprobsFormat, Scored, TokenNames, prompt_logprobs
-from pdrt.gateway.responses import ChunkUsage, Head, Piece, PromptShown, encoder, event
+from pdrt.gateway.responses import ChunkUsage, Head, Piece, PromptShown, WholeChoice, encoder, event
 from pdrt.gateway.schema.answers import (
     CalledFunction,
     CalledFunctionDelta,
@@ -35,52 +35,31 @@ from pdrt.gateway.schema.answers import (
 from pdrt.gateway.schema.generation import Shown
 
 
-class ChatWhole:
+class ChatWhole(WholeChoice):
     """One choice, as a JSON object at its end."""
 
     def __init__(
         self, index: int, shown: Shown, names: TokenNames, parser: OutputParser | None
     ) -> None:
         """`parser` None: all of the output is content."""
-        self._index = index
-        self._shown = shown
-        self._names = names
+        super().__init__(index, shown, names)
         self._parser = parser
-        self._prompt = PromptShown()
-        self._pieces: list[Piece] = []
-        self._finish_reason: FinishedBy | None = None
-
-    def begin(self, prompt: PromptShown) -> None:
-        self._prompt = prompt
-
-    def push(self, piece: Piece, usage: ChunkUsage) -> bytes:
-        self._pieces.append(piece)
-        return b""
-
-    def finish(self, piece: Piece, finish_reason: FinishedBy, usage: ChunkUsage) -> bytes:
-        self._pieces.append(piece)
-        self._finish_reason = finish_reason
-        return b""
 
     def encode(self) -> bytes:
-        """The choice, after its end."""
-        scored = [one for piece in self._pieces for one in piece.scored]
-        token_ids = tuple(token for piece in self._pieces for token in piece.token_ids)
-        text = "".join([piece.text for piece in self._pieces])
-        message = _message(_deltas(self._parser, text, is_last=True), self._shown.reasoning)
+        deltas = _deltas(self._parser, self._text(), is_last=True)
+        message = _message(deltas, self._shown.reasoning)
         assert self._finish_reason is not None
         return encoder.encode(
             ChatChoice(
                 self._index,
                 message,
-                chat_logprobs(self._shown, self._names, scored),
+                chat_logprobs(self._shown, self._names, self._scored()),
                 _finished_by(self._finish_reason, message.tool_calls is not UNSET),
-                token_ids if self._shown.token_ids else UNSET,
+                self._token_ids(),
             )
         )
 
     def of_prompt(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """What the response shows of the prompt, beside the choices."""
         fields: dict[str, Any] = {}
         top, logprobs = self._shown.prompt_logprobs, self._prompt.logprobs
         if top is not None and logprobs is not None:

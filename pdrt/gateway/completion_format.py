@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from pdrt.gateway.logprobs import LogprobsFormat, Scored, TokenNames, prompt_logprobs
-from pdrt.gateway.responses import ChunkUsage, Head, Piece, PromptShown, encoder, event
+from pdrt.gateway.responses import ChunkUsage, Head, Piece, PromptShown, WholeChoice, encoder, event
 from pdrt.gateway.schema.answers import (
     Completion,
     CompletionChoice,
@@ -17,46 +17,26 @@ from pdrt.gateway.schema.answers import (
 from pdrt.gateway.schema.generation import Shown
 
 
-class CompletionWhole:
+class CompletionWhole(WholeChoice):
     """One choice, as a JSON object at its end."""
 
     def __init__(self, index: int, shown: Shown, names: TokenNames, prompt: Sequence[int]) -> None:
-        self._index = index
-        self._shown = shown
-        self._names = names
+        super().__init__(index, shown, names)
         self._prompt_ids = prompt
-        self._prompt = PromptShown()
-        self._pieces: list[Piece] = []
-        self._finish_reason: FinishedBy | None = None
-
-    def begin(self, prompt: PromptShown) -> None:
-        self._prompt = prompt
-
-    def push(self, piece: Piece, usage: ChunkUsage) -> bytes:
-        self._pieces.append(piece)
-        return b""
-
-    def finish(self, piece: Piece, finish_reason: FinishedBy, usage: ChunkUsage) -> bytes:
-        self._pieces.append(piece)
-        self._finish_reason = finish_reason
-        return b""
 
     def encode(self) -> bytes:
-        """The choice, after its end."""
-        pieces, top, of_prompt = self._pieces, self._shown.prompt_logprobs, self._prompt.logprobs
-        scored = [one for piece in pieces for one in piece.scored]
-        token_ids = tuple(token for piece in pieces for token in piece.token_ids)
+        top, of_prompt = self._shown.prompt_logprobs, self._prompt.logprobs
         return encoder.encode(
             CompletionChoice(
                 self._index,
-                "".join([piece.text for piece in pieces]),
-                completion_logprobs(self._shown, self._names, scored),
+                self._text(),
+                completion_logprobs(self._shown, self._names, self._scored()),
                 self._finish_reason,
                 UNSET
                 if top is None or of_prompt is None
                 else prompt_logprobs(self._prompt_ids, of_prompt, top, self._names),
                 self._prompt.token_ids,
-                token_ids if self._shown.token_ids else UNSET,
+                self._token_ids(),
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,8 +10,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pdrt.gateway.errors import ApiError
-from pdrt.gateway.logprobs import Scored
+from pdrt.gateway.logprobs import Scored, TokenNames
 from pdrt.gateway.schema.answers import FinishedBy, PromptTokensDetails, UsageBody
+from pdrt.gateway.schema.generation import Shown
 from pdrt.sampling import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -64,6 +66,49 @@ class Renderer(Protocol):
     def push(self, piece: Piece, usage: ChunkUsage) -> bytes: ...
 
     def finish(self, piece: Piece, finish_reason: FinishedBy, usage: ChunkUsage) -> bytes: ...
+
+
+class WholeChoice(ABC):
+    """A `Renderer` that keeps what comes, and is one JSON object at the end."""
+
+    def __init__(self, index: int, shown: Shown, names: TokenNames) -> None:
+        self._index = index
+        self._shown = shown
+        self._names = names
+        self._prompt = PromptShown()
+        self._pieces: list[Piece] = []
+        self._finish_reason: FinishedBy | None = None
+
+    def begin(self, prompt: PromptShown) -> None:
+        self._prompt = prompt
+
+    def push(self, piece: Piece, usage: ChunkUsage) -> bytes:
+        self._pieces.append(piece)
+        return b""
+
+    def finish(self, piece: Piece, finish_reason: FinishedBy, usage: ChunkUsage) -> bytes:
+        self._pieces.append(piece)
+        self._finish_reason = finish_reason
+        return b""
+
+    @abstractmethod
+    def encode(self) -> bytes:
+        """The choice, after its end."""
+
+    def of_prompt(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """What the response shows of the prompt, beside the choices."""
+        return {}
+
+    def _text(self) -> str:
+        return "".join([piece.text for piece in self._pieces])
+
+    def _scored(self) -> list[Scored]:
+        return [one for piece in self._pieces for one in piece.scored]
+
+    def _token_ids(self) -> tuple[int, ...] | UnsetType:
+        if not self._shown.token_ids:
+            return UNSET
+        return tuple(token for piece in self._pieces for token in piece.token_ids)
 
 
 class Head(msgspec.Struct, frozen=True):
