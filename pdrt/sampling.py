@@ -1,11 +1,21 @@
-"""What a request asks of the sampler, and what it may learn of a token: frozen structs, used by
+"""What a request may ask of the sampler, and what it may learn of a token: frozen structs, used by
 messages and executor alike."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""-1 and 0 switch it off."""
+MinP = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
+"""Above 0; within bounds that keep every logit finite."""
 
 
 class GrammarKind(Enum):
@@ -79,11 +89,11 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 class SamplingDefaults(msgspec.Struct, frozen=True):
     """What a model's own generation_config.json recommends where a client gives nothing."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

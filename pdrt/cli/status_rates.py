@@ -103,11 +103,11 @@ def _by_process(document: Record) -> dict[str, Record]:
     found: dict[str, Record] = {}
     gateway = document.get("gateway")
     if isinstance(gateway, Mapping):
-        found[_identity(gateway, "incarnation")] = _record(gateway, "totals")
+        found[_identity(gateway, "incarnation")] = record(gateway, "totals")
     workers = document.get("workers")
     for worker in workers if isinstance(workers, list) else []:
         if isinstance(worker, Mapping):
-            totals = _record(_record(worker, "status"), "totals")
+            totals = record(record(worker, "status"), "totals")
             found[_identity(worker, "worker")] = totals
     return found
 
@@ -133,7 +133,7 @@ def _grown(now: Record, then: Record | None, name: str) -> Histogram | None:
 
 def _histogram(totals: Record, name: str) -> Histogram | None:
     try:
-        found = msgspec.convert(_record(totals, "histograms").get(name), Histogram)
+        found = msgspec.convert(record(totals, "histograms").get(name), Histogram)
     except msgspec.ValidationError:
         return None
     is_whole = len(found.counts) == len(found.bounds) + 1 and all(n >= 0 for n in found.counts)
@@ -150,7 +150,7 @@ def _duration(seconds: float | None) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def _record(value: Any, key: str) -> Record:
+def record(value: Any, key: str) -> Record:
     found = value.get(key) if isinstance(value, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdrt.cli.status_rates import Rates
+from pdrt.cli.status_rates import Rates, record
 
 OWNERS = {
     "sequence": ("█", "green"),
@@ -36,7 +36,7 @@ def render(document: Record, rates: Rates, rows_max: int = ROWS_MAX) -> Renderab
         Text("ready" if ready else "not ready", style="green" if ready else "red bold")
     ]
     parts += [Text(f"  {reason}") for reason in _items(document, "reasons")]
-    gateway = {k: v for k, v in _record(document, "gateway").items() if k != "totals"}
+    gateway = {k: v for k, v in record(document, "gateway").items() if k != "totals"}
     facts = [f"{key} {_short(key, value)}" for key, value in gateway.items()]
     parts.append(Text("gateway  " + "  ".join(facts) if facts else "gateway"))
     if rates.facts:
@@ -63,7 +63,7 @@ def _workers_table(workers: Sequence[Record], rates: Rates) -> Table:
         "tokens/s", "step p50", "",
     )  # fmt: skip
     for worker in workers:
-        load = _record(worker, "status")
+        load = record(worker, "status")
         state = _text(worker.get("state"))
         own = rates.workers.get(_text(worker.get("worker")))
         lost = worker.get("lost_seconds")
@@ -88,7 +88,7 @@ def _in_flight(load: Record) -> str:
     """How many rooms or leases there are, by phase or state."""
     for key, by in (("rooms", "rooms_by_phase"), ("leases", "leases_by_state")):
         if key in load:
-            states = _record(load, by)
+            states = record(load, by)
             shown = ", ".join(f"{n} {name}" for name, n in states.items() if n)
             return f"{key} {_text(_count(load, key))}" + (f" ({shown})" if shown else "")
     return "-"
@@ -97,8 +97,8 @@ def _in_flight(load: Record) -> str:
 def _pages_table(workers: Sequence[Record]) -> Table:
     table = _table("pages by owner", "worker", "", *OWNERS, "quarantined", "total", right=True)
     for worker in workers:
-        load = _record(worker, "status")
-        pages = _record(load, "pages")
+        load = record(worker, "status")
+        pages = record(load, "pages")
         if not pages:
             continue
         held = _text(load.get("quarantined_pages"))
@@ -201,7 +201,7 @@ def _entries(workers: Sequence[Record], key: str, rows_max: int) -> list[tuple[R
     """(worker, entry) of every worker's list `key`, bounded; a bare value is an entry's room."""
     found: list[tuple[Record, Record]] = []
     for worker in workers:
-        for entry in _items(_record(worker, "status"), key):
+        for entry in _items(record(worker, "status"), key):
             found.append((worker, entry if isinstance(entry, Mapping) else {"room": entry}))
     if len(found) > rows_max:
         found[rows_max:] = [({}, {"room": f"and {len(found) - rows_max} more"})]
@@ -212,11 +212,6 @@ def _count(load: Record, key: str) -> Any:
     """How many there are; the list itself may be cut."""
     total = load.get(f"{key}_total")
     return len(_items(load, key)) if total is None and key in load else total
-
-
-def _record(document: Record, key: str) -> Record:
-    value = document.get(key)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _items(document: Record, key: str) -> list[Any]:

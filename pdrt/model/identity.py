@@ -36,16 +36,6 @@ SAMPLES_PER_FILE = 64
 """A fine-tune has its base's shapes: a few bytes of every file of weights tell them apart."""
 
 
-SAMPLING_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-}
-"""What a client may ask for, too."""
-
-
 class ModelIdentity(msgspec.Struct, frozen=True):
     """What both sides of a hand-over must agree on about the model."""
 
@@ -93,16 +83,14 @@ def read_identity(directory: Path, load_format: LoadFormat = "auto") -> ModelIde
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    """Values that make no sense are left out: nobody asked for them."""
-    found = {name: generation.get(name) for name in SAMPLING_RANGES}
-    return SamplingDefaults(
-        **{
-            name: type(getattr(SamplingDefaults(), name))(value)
-            for name, value in found.items()
-            if isinstance(value, int | float)
-            and SAMPLING_RANGES[name][0] <= value <= SAMPLING_RANGES[name][1]
-        }
-    )
+    """Values that a client could not ask for are left out."""
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(SamplingDefaults):
+        try:
+            found[field.name] = msgspec.convert(generation[field.name], field.type)
+        except (KeyError, msgspec.ValidationError):
+            continue
+    return SamplingDefaults(**found)
 
 
 def base_digest(digest: str) -> str:

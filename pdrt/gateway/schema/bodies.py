@@ -9,9 +9,9 @@ from msgspec import Meta
 
 from pdrt.gateway.chat.bodies import OMITTED, FormatFields, Message, Tool, ToolChoice
 from pdrt.gateway.schema.bounds import CACHE_SALT_CHARACTERS_MAX
+from pdrt.sampling import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 Count = Annotated[int, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 OFF: dict[str, tuple[Any, ...]] = {
@@ -68,15 +68,13 @@ class Body(FormatFields, kw_only=True, forbid_unknown_fields=True):
     """None means the one that is served."""
     n: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """-1 and 0 switch it off."""
-    min_p: Share | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    """Above 0; within bounds that keep every logit finite."""
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: (
         Annotated[
             dict[Count, Annotated[float, Meta(ge=-100, le=100)]],
