@@ -1,15 +1,19 @@
 """Which chunks of which prompts the next prefill step computes. Pure.
 
-The token budget B of a step is shared: half of it (rounded up) goes to the oldest room, the rest to
-the rooms with the fewest tokens left, shortest first; what those leave goes to the oldest again.
-Rooms get source pages for their whole prompt, cached ones first, when they are first chosen. So,
-while there are pages:
+Mean time to first token is least when prompts are computed one after another, the one with the
+fewest tokens left first (Schrage, "A proof of the optimality of the shortest remaining processing
+time discipline", 1968), but then long ones could starve. So half of a step's token budget B
+(rounded up) goes to the oldest room, the rest to the rooms with the fewest tokens left, of equals
+to the older one. A step that completes a prompt ends with it once it is large enough to be
+efficient: whatever else it computed would only put off that prompt's first token. Rooms get source
+pages for their whole prompt, cached ones first, when they are first chosen. So, while there are
+pages:
 
 - nobody is starved: a room ends within sum(⌈tokens left / ⌈B/2⌉⌉) steps, over itself and the rooms
   older than it, whatever else arrives;
 - short prompts do not wait for long ones: a room with r tokens left ends within
-  ⌈(r + t) / ⌊B/2⌋⌉ + ⌈(n + 1) / (R - 1)⌉ steps, where n rooms with t tokens in all have no more
-  tokens left than it when it arrives, or arrive later with no more; R is the limit of rows.
+  ⌈(r + t) / ⌊B/2⌋⌉ + ⌈(n + 1) / (R - 1)⌉ + e steps, where n rooms come to have no more tokens
+  left than it, then t in all, R is the limit of rows, and e rooms end before it does.
 
 With a budget or a limit of 1 it is first come, first served.
 
@@ -43,7 +47,7 @@ the oldest room by as long as it holds its pages."""
 class _Step:
     """What is left of a step, and who gets how much of it."""
 
-    def __init__(self, tokens: int, rows: int, page_size: int) -> None:
+    def __init__(self, tokens: int, tokens_efficient: int, rows: int, page_size: int) -> None:
         self.tokens = tokens
         self.scored = SCORED_TOKENS_MAX
         self.rows = rows
@@ -51,11 +55,15 @@ class _Step:
         self.counts: dict[PrefillJob, int] = {}
         self.keys: set[PageKey] = set()
         """Of pages that are complete after it."""
+        self._given = 0
+        self._efficient = tokens_efficient
+        self._has_completed = False
         self._page_size = page_size
 
     @property
-    def is_full(self) -> bool:
-        return not self.tokens or not self.rows
+    def is_over(self) -> bool:
+        """Nobody gets any more of it."""
+        return not self.tokens or (self._has_completed and self._given >= self._efficient)
 
     def give(self, job: PrefillJob, tokens: int, scored: int) -> None:
         """Up to so many tokens more for this room, of which so many may be scored."""
@@ -69,7 +77,9 @@ class _Step:
             return
         self.counts[job] = given + count
         self.tokens -= count
+        self._given += count
         self.scored -= min(count, unscored)
+        self._has_completed |= start + count == job.length
         size = self._page_size
         self.keys.update(job.keys[start // size : (start + count) // size])
 
@@ -86,11 +96,16 @@ class PrefillScheduler:
         cache: PrefixCache,
         tokens_per_step_max: int,
         rows_per_step_max: int,
+        *,
+        tokens_efficient: int | None = None,
     ) -> None:
+        """`tokens_efficient`: of a step that computes a token no slower than a full one does, more
+        or less; None: only a full one does."""
         self.jobs: dict[RoomId, PrefillJob] = {}
         self._layout = layout
         self._cache = cache
         self._tokens_max = tokens_per_step_max
+        self._tokens_efficient = tokens_efficient or tokens_per_step_max
         self._rows_max = rows_per_step_max
         # Those of `jobs` that are neither wholly computed nor stopped, oldest first.
         self._pending: dict[RoomId, PrefillJob] = {}
@@ -137,7 +152,9 @@ class PrefillScheduler:
 
     def plan(self, now: float) -> list[Chunk]:
         """The next step's chunks; empty when nothing can run (no work, or no pages)."""
-        step = _Step(self._tokens_max, self._rows_max, self._layout.page_size)
+        step = _Step(
+            self._tokens_max, self._tokens_efficient, self._rows_max, self._layout.page_size
+        )
         for job in self._pending.values():
             if job.has_started:
                 self._adopt(job)
@@ -151,8 +168,8 @@ class PrefillScheduler:
             step.rows -= 1
             step.give(oldest, (step.tokens + 1) // 2, (step.scored + 1) // 2)
         shortest = sorted(runnable, key=lambda job: job.remaining)
-        self._plan_shortest([job for job in shortest if job is not oldest], step, waiting)
-        if oldest is not None:
+        self._plan_shortest(shortest, step, waiting)
+        if oldest is not None and not step.is_over:
             step.give(oldest, step.tokens, step.scored)
         return [self._chunk(job, count, now) for job, count in step.counts.items()]
 
@@ -170,12 +187,16 @@ class PrefillScheduler:
         waits for pages."""
         are_pages_left = True
         for job in shortest:
-            if step.is_full:
+            if step.is_over or not step.rows:
                 return
             may_start = waiting is None or waiting.overtaken < OVERTAKEN_MAX
             if job is waiting or not (job.has_started or (may_start and are_pages_left)):
                 continue
             if job.unscored(job.position) and not step.scored:
+                continue
+            if job in step.counts:
+                # The oldest, whose turn among the shortest has come.
+                step.give(job, step.tokens, step.scored)
                 continue
             step.rows -= 1
             found = [] if job.has_started else self._find(job)

@@ -38,11 +38,19 @@ class Prefill:
     """A scheduler over a real page table and cache."""
 
     def __init__(
-        self, pages: int = 20, tokens: int = 8, rows: int = 4, *, caching: bool = True
+        self,
+        pages: int = 20,
+        tokens: int = 8,
+        rows: int = 4,
+        *,
+        efficient: int | None = None,
+        caching: bool = True,
     ) -> None:
         self.pages = PageTable(pages)
         self.cache = PrefixCache(self.pages, caching)
-        self.scheduler = PrefillScheduler(LAYOUT, self.cache, tokens, rows)
+        self.scheduler = PrefillScheduler(
+            LAYOUT, self.cache, tokens, rows, tokens_efficient=efficient
+        )
         self.now = 0.0
         self.serial = 0
         self.chunks: list[Chunk] = []
@@ -102,14 +110,47 @@ def test_half_for_the_oldest_and_the_rest_for_the_shortest() -> None:
     prefill = Prefill(pages=100, tokens=8)
     prefill.add(20, 30, 6)
     assert prefill.step() == [(1, 0, 4), (3, 0, 4)]
-    assert prefill.step() == [(1, 4, 8), (3, 4, 6), (2, 0, 2)]
+    assert prefill.step() == [(1, 4, 10), (3, 4, 6)], "then the oldest has the fewest left"
     prefill.scheduler.stop(room(2))
     prefill.add(1)
-    assert prefill.step() == [(1, 8, 15), (4, 0, 1)], "what the others leave is the oldest's"
+    assert prefill.step() == [(1, 10, 17), (4, 0, 1)]
     prefill.add(30, 20)
-    assert prefill.step() == [(1, 15, 19), (6, 0, 4)]
-    assert prefill.step() == [(1, 19, 20), (6, 4, 11)]
-    assert prefill.step() == [(5, 0, 4), (6, 11, 15)], "the oldest now"
+    assert prefill.step() == [(1, 17, 20), (6, 0, 5)]
+    assert prefill.step() == [(5, 0, 4), (6, 5, 9)], "the oldest now"
+
+
+def test_equally_long_prompts_are_computed_one_after_another() -> None:
+    prefill = Prefill(pages=100, tokens=8)
+    prefill.add(20, 20, 20)
+    ends = []
+    for _ in range(8):
+        prefill.plan()
+        ends += [(c.room.serial, int(prefill.now)) for c in prefill.chunks if c.is_last]
+        prefill.finish()
+    assert ends == [(1, 3), (2, 5), (3, 8)]
+
+
+def test_a_step_that_completes_a_prompt_ends_with_it_once_it_is_large_enough() -> None:
+    prefill = Prefill(pages=100, tokens=16, rows=9, efficient=4)
+    prefill.add(8, 8, 8)
+    assert prefill.step() == [(1, 0, 8)]
+    assert prefill.step() == [(2, 0, 8)]
+    prefill.add(2, 2, 2, 40)
+    assert prefill.step() == [(3, 0, 8)], "the oldest has its half, and that completes it"
+    assert prefill.step() == [(4, 0, 2), (5, 0, 2)], "two make a step that is large enough"
+    prefill.add(40)
+    assert prefill.step() == [(6, 0, 2), (7, 0, 14)], "one does not"
+
+
+def test_a_step_that_completes_nothing_is_filled() -> None:
+    prefill = Prefill(pages=100, tokens=16, efficient=4)
+    prefill.add(40, 41)
+    assert prefill.step() == [(1, 0, 16)]
+    prefill.add(30)
+    assert prefill.step() == [(1, 16, 32)]
+    prefill.add(6)
+    assert prefill.step() == [(1, 32, 40)], "its half completes it"
+    assert prefill.step() == [(2, 0, 8), (4, 0, 6)]
 
 
 def test_the_oldest_alone_gets_everything() -> None:
@@ -189,10 +230,11 @@ def test_times() -> None:
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     tokens=st.integers(1, 20),
     rows=st.integers(1, 5),
+    efficient=st.integers(1, 20),
 )
-def test_nobody_is_starved(lengths: list[int], tokens: int, rows: int) -> None:
+def test_nobody_is_starved(lengths: list[int], tokens: int, rows: int, efficient: int) -> None:
     """The bound in the module's docstring, while short prompts keep coming."""
-    prefill = Prefill(pages=4000, tokens=tokens, rows=rows)
+    prefill = Prefill(pages=4000, tokens=tokens, rows=rows, efficient=efficient)
     prefill.check = lambda: None  # type: ignore[method-assign]  # too slow for so many pages
     prefill.add(*lengths)
     half = -(-tokens // 2)
@@ -232,26 +274,33 @@ TRAFFIC = st.builds(
     length=st.integers(1, 39),
     tokens=st.integers(2, 20),
     rows=st.integers(2, 5),
+    efficient=st.integers(1, 20),
 )
 def test_a_short_prompt_waits_for_shorter_ones_only(
-    traffic: Traffic, length: int, tokens: int, rows: int
+    traffic: Traffic, length: int, tokens: int, rows: int, efficient: int
 ) -> None:
     """The bound in the module's docstring, whatever long prompts run or arrive."""
-    prefill = Prefill(pages=1000, tokens=tokens, rows=rows)
+    prefill = Prefill(pages=1000, tokens=tokens, rows=rows, efficient=efficient)
     prefill.check = lambda: None  # type: ignore[method-assign]  # too slow for so many pages
     prefill.add(*traffic.long, *traffic.waiting)
     for _ in range(traffic.warm_up):
         prefill.step()
-    jobs = prefill.scheduler.jobs.values()
-    left = [job.remaining for job in jobs if job.computed_at is None]
-    ahead = [n for n in (*left, *traffic.arrivals) if n <= length]
     prefill.add(length)
-    serial = prefill.serial
-    bound = -(-(length + sum(ahead)) // (tokens // 2)) + -(-(len(ahead) + 1) // (rows - 1))
-    for step in range(bound):
+    mine = prefill.job(prefill.serial)
+    ahead: dict[PrefillJob, int] = {}
+    """Tokens that others had left when they first had no more than it had."""
+    steps = ended = 0
+    while mine.computed_at is None:
+        pending = [j for j in prefill.scheduler.jobs.values() if j.computed_at is None]
+        for job in pending:
+            if job is not mine and job.remaining <= mine.remaining:
+                ahead.setdefault(job, job.remaining)
         prefill.step()
-        prefill.add(*traffic.arrivals[step : step + 1])
-    assert prefill.job(serial).computed_at is not None
+        ended += sum(job is not mine and job.computed_at is not None for job in pending)
+        prefill.add(*traffic.arrivals[steps : steps + 1])
+        steps += 1
+    work = -(-(length + sum(ahead.values())) // (tokens // 2))
+    assert steps <= work + -(-(len(ahead) + 1) // (rows - 1)) + ended
 
 
 @given(
@@ -306,7 +355,7 @@ def test_pages_for_the_whole_prompt_before_its_first_chunk() -> None:
 def test_who_is_not_chosen_takes_no_pages() -> None:
     """Pages of long prompts that are far from their turn would keep short ones out."""
     prefill = Prefill(pages=100, tokens=8)
-    prefill.add(40, 40, 40, 40)
+    prefill.add(40, 30, 40, 40)
     prefill.step()
     assert [job.has_started for job in prefill.scheduler.jobs.values()] == [
         True,
