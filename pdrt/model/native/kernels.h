@@ -11,6 +11,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default)
 
 enum PdrtType { PDRT_F32 = 0, PDRT_BF16 = 1 };
 enum PdrtGate { PDRT_SILU = 0, PDRT_GELU_TANH = 1 };
@@ -32,6 +33,8 @@ typedef struct {
 
 // What the library was built for: "portable", "avx2", "avx512" or "avx512bf16".
 const char *pdrt_isa(void);
+// Which version of this file it was built from: the start of the file's SHA-256.
+const char *pdrt_interface(void);
 
 // Causal attention of every token over its sequence's pages, which hold this step's KV already.
 // query, out: (tokens, heads, head_dim) of `type`, each token `*_stride` apart. softcap 0: none.
@@ -85,6 +88,7 @@ void pdrt_linear(int32_t type, const void *packed, const float *bias, const floa
 void pdrt_packed_rows(int32_t type, const void *packed, const int64_t *ids, float *out,
                       int32_t rows, int32_t inputs, int32_t outputs, float scale);
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif

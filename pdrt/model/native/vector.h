@@ -1,0 +1,198 @@
+// Vectors of float as wide as the instruction set has them, as GCC's vector extensions: operators
+// work on all lanes, and wider vectors than the processor's are split by the compiler, so that
+// every width can be tested on every processor. A condition `a < b` gives Ints, -1 for true, and
+// `condition ? x : y` chooses by lane.
+//
+// Arithmetic is float's alone; bfloat16 is a format in memory, converted when loaded and stored.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(PDRT_VECTOR_BYTES)  // a test's
+constexpr int VECTOR_BYTES = PDRT_VECTOR_BYTES;
+#elif defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32;
+#else
+constexpr int VECTOR_BYTES = 16;
+#endif
+
+constexpr int LANES = VECTOR_BYTES / static_cast<int>(sizeof(float));
+
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t HalfWords __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+struct Bf16 {
+    uint16_t bits;
+};
+
+inline Floats as_floats(Words bits) { return reinterpret_cast<Floats>(bits); }
+inline Floats as_floats(Ints bits) { return reinterpret_cast<Floats>(bits); }
+inline Words as_words(Floats values) { return reinterpret_cast<Words>(values); }
+inline Ints as_ints(Floats values) { return reinterpret_cast<Ints>(values); }
+
+inline Floats splat(float value) { return value - Floats{}; }
+
+// Single values and vectors of both formats; addresses need no alignment.
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(Bf16 stored) {
+    const uint32_t bits = static_cast<uint32_t>(stored.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline Floats load(const float *from) {
+    Floats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+}
+
+inline Floats load(const Bf16 *from) {
+    HalfWords halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return as_floats(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store(float *to, Floats values) { std::memcpy(to, &values, sizeof values); }
+
+// Rounds to the nearest, to even if two are as near; NaN stays NaN.
+inline void store(Bf16 *to, Floats values) {
+    const Words bits = as_words(values);
+    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words quiet_nan = (bits >> 16) | 0x40;
+    const Ints is_nan = values != values;
+    const HalfWords halves =
+        __builtin_convertvector(is_nan ? quiet_nan : rounded, HalfWords);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
+inline void store_one(float *to, float value) { *to = value; }
+
+inline void store_one(Bf16 *to, float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const bool is_nan = value != value;
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to->bits = static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded);
+}
+
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+
+// Folds halves onto each other: the order of a sum depends on the width, not on the values.
+inline float sum_lanes(Floats values) {
+    float lanes[LANES];
+    store(lanes, values);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    return lanes[0];
+}
+
+inline float max_lanes(Floats values) {
+    float lanes[LANES];
+    store(lanes, values);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane)
+            lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
+    return lanes[0];
+}
+
+// e^x within about 1 unit in the last place; 0 below -86.9, infinity where a float ends, NaN of NaN.
+// Range reduction and polynomial are those of Cephes' expf (Moshier, 1992).
+inline Floats exponential(Floats x) {
+    constexpr float LOG2_E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+    constexpr float SMALLEST = -86.9f, LARGEST = 89.0f;
+    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+    const Floats bounded = x > LARGEST ? splat(LARGEST) : x;
+    const Floats shifted = bounded * LOG2_E + ROUNDER;
+    const Floats power = shifted - ROUNDER;
+    const Floats rest = (bounded - power * LN2_HIGH) - power * LN2_LOW;
+    Floats sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * (rest * rest) + rest + 1.0f;
+    // 2^power in two factors, as 2^128 is none of a float.
+    const Ints exponent = as_ints(shifted) - as_ints(splat(ROUNDER));
+    const Floats result = sum * as_floats((exponent + 126) << 23) * 2.0f;
+    return x < SMALLEST ? Floats{} : result;
+}
+
+// tanh(x) within a few units in the last place, near 0 as well. After Cephes' tanhf.
+inline Floats hyperbolic_tangent(Floats x) {
+    const Floats size = x < 0 ? -x : x;
+    const Floats square = x * x;
+    Floats small = -5.70498872745e-3f * square + 2.06390887954e-2f;
+    small = small * square - 5.37397155531e-2f;
+    small = small * square + 1.33314422036e-1f;
+    small = small * square - 3.33332819422e-1f;
+    small = small * square * x + x;
+    const Floats large = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
+    return size < 0.625f ? small : (x < 0 ? -large : large);
+}
+
+// One round of a transposition: in every pair of rows STEP apart, exchange the blocks of STEP lanes
+// that are off the diagonal.
+template <int STEP, int... LANE>
+inline void exchange_blocks(Floats (&rows)[LANES], std::integer_sequence<int, LANE...>) {
+    constexpr Ints UPPER = {(LANE & STEP ? LANES + LANE - STEP : LANE)...};
+    constexpr Ints LOWER = {(LANE & STEP ? LANES + LANE : LANE + STEP)...};
+#pragma GCC unroll 16
+    for (int row = 0; row < LANES; ++row) {
+        if (row & STEP) continue;
+        const Floats first = rows[row], second = rows[row + STEP];
+        rows[row] = __builtin_shuffle(first, second, UPPER);
+        rows[row + STEP] = __builtin_shuffle(first, second, LOWER);
+    }
+}
+
+// Rows become columns.
+template <int STEP = LANES / 2>
+inline void transpose(Floats (&rows)[LANES]) {
+    exchange_blocks<STEP>(rows, std::make_integer_sequence<int, LANES>());
+    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
+}
+
+// Lanes [half, 2 * half) of each block of 2 * half are added to the first ones of two rows at once,
+// so that each round halves the rows.
+template <int ROWS, int... LANE>
+inline void fold_rows(Floats (&rows)[LANES], std::integer_sequence<int, LANE...>) {
+    constexpr int STEP = ROWS / 2;
+    constexpr Ints KEPT = {(LANE & STEP ? LANES + LANE - STEP : LANE)...};
+    constexpr Ints ADDED = {(LANE & STEP ? LANES + LANE : LANE + STEP)...};
+#pragma GCC unroll 16
+    for (int row = 0; row < STEP; ++row) {
+        const Floats first = rows[row], second = rows[row + STEP];
+        rows[row] = __builtin_shuffle(first, second, KEPT) +
+                    __builtin_shuffle(first, second, ADDED);
+    }
+    if constexpr (STEP > 1)
+        fold_rows<STEP>(rows, std::make_integer_sequence<int, LANES>());
+}
+
+// Lane i of the result is the sum of rows[i]'s lanes; the rows are used up.
+inline Floats sum_rows(Floats (&rows)[LANES]) {
+    fold_rows<LANES>(rows, std::make_integer_sequence<int, LANES>());
+    return rows[0];
+}
+
+constexpr int CACHE_LINE_BYTES = 64;
+
+// Asks for memory before it is needed. Addresses need not be valid.
+inline void prefetch(const void *from, int64_t bytes) {
+    const char *line = static_cast<const char *>(from);
+    for (int64_t offset = 0; offset < bytes; offset += CACHE_LINE_BYTES)
+        __builtin_prefetch(line + offset);
+}

@@ -1,0 +1,83 @@
+"""Builds the CPU kernels: one library per instruction set, each of them optional.
+
+Everything else about the package stands in pyproject.toml. A missing or failing compiler leaves an
+install that works, without the kernels; `pdrt.model.native.library` says so when a worker starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+PACKAGE = "pdrt.model.native"
+SOURCES = Path(*PACKAGE.split("."))
+X86_MACHINES = {"x86_64", "AMD64"}
+
+# -ffast-math is not among them: it would take NaN for granted never to come, and, when linking
+# with it, switch the whole process to flushing small numbers to zero.
+COMMON_FLAGS = [
+    "-std=c++17", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi",
+]  # fmt: skip
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mbmi2"]
+AVX512_FLAGS = [
+    *AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
+    "-mprefer-vector-width=512",
+]  # fmt: skip
+X86_FLAGS = {
+    "avx2": AVX2_FLAGS,
+    "avx512": AVX512_FLAGS,
+    "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16"],
+}
+"""By name, the instruction sets besides "portable", which is the compiler's own default."""
+
+
+class BuildKernels(build_ext):
+    """Plain shared libraries: they hold no Python module and link against nothing of Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or len(os.sched_getaffinity(0))
+
+    def get_ext_filename(self, fullname: str) -> str:
+        isa = fullname.rpartition(".")[2]
+        return str(SOURCES / f"libpdrt_{isa}.so")
+
+    def build_extension(self, ext: Extension) -> None:
+        # Objects of the same name for each instruction set, hence a folder for each. OpenMP is
+        # compiled in, not linked: its symbols come from the runtime that torch has loaded.
+        objects = self.compiler.compile(
+            ext.sources,
+            output_dir=os.path.join(self.build_temp, ext.name),
+            extra_postargs=ext.extra_compile_args,
+        )
+        path = self.get_ext_fullpath(ext.name)
+        self.compiler.link_shared_object(objects, path, target_lang="c++")
+
+
+def kernels() -> list[Extension]:
+    """An extension per instruction set that this kind of processor may have."""
+    interface = hashlib.sha256((SOURCES / "kernels.h").read_bytes()).hexdigest()[:16]
+    instruction_sets = {"portable": list[str]()}
+    if platform.machine() in X86_MACHINES:
+        instruction_sets |= X86_FLAGS
+    names = [f'-DPDRT_INTERFACE="{interface}"']
+    return [
+        Extension(
+            f"{PACKAGE}.{isa}",
+            sources=sorted(map(str, SOURCES.glob("*.cpp"))),
+            depends=sorted(map(str, SOURCES.glob("*.h"))),
+            extra_compile_args=[*COMMON_FLAGS, *flags, *names, f'-DPDRT_ISA="{isa}"'],
+            language="c++",
+            optional=True,
+        )
+        for isa, flags in instruction_sets.items()
+    ]
+
+
+setup(ext_modules=kernels(), cmdclass={"build_ext": BuildKernels})
