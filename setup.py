@@ -45,8 +45,8 @@ class BuildKernels(build_ext):
         self.parallel = self.parallel or len(os.sched_getaffinity(0))
 
     def get_ext_filename(self, fullname: str) -> str:
-        isa = fullname.rpartition(".")[2]
-        return str(SOURCES / f"libpdrt_{isa}.so")
+        *package, isa = fullname.split(".")
+        return os.path.join(*package, f"libpdrt_{isa}.so")
 
     def build_extension(self, ext: Extension) -> None:
         # Objects of the same name for each instruction set, hence a folder for each. OpenMP is
