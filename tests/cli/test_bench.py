@@ -31,7 +31,8 @@ def event(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
 
 
-USAGE = {"usage": {"prompt_tokens": 5, "completion_tokens": 3}, "choices": []}
+COUNTS = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+USAGE = {"usage": COUNTS, "choices": []}
 STREAM = [event("a"), event(""), event("b"), event("é"), b"data: " + json.dumps(USAGE).encode()]
 STREAM += [b"\n\n", b"data: [DONE]\n\n"]
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -92,7 +93,7 @@ async def test_events_are_found_however_they_are_framed(
     sample = await send(target, {"prompt": [1]})
     assert sample.error is None
     assert len(sample.times) == 3, "events without text are no tokens"
-    assert (sample.prompt_tokens, sample.output_tokens) == (5, 3)
+    assert (sample.prompt_tokens, sample.output_tokens, sample.cached_tokens) == (5, 3, 2)
     assert sample.sent_at <= sample.times[0] <= sample.times[-1] <= sample.ended_at
     assert "Authorization: Bearer the-key" in made.heads[0]
 
@@ -201,6 +202,7 @@ def test_the_figures_of_a_run() -> None:
     assert found.ttft_ms.max == pytest.approx(1000)
     assert found.itl_ms.max == pytest.approx(1000)
     assert found.tpot_ms.p50 == pytest.approx(150)
+    assert found.events_per_token == pytest.approx(1.0)
     assert found.output_tokens_per_second == pytest.approx(2.5)
     assert found.total_tokens_per_second == pytest.approx(12.5)
     assert found.requests_per_second == pytest.approx(1.0)
@@ -222,16 +224,22 @@ def test_quantiles_were_measured_and_ascend(values: list[float]) -> None:
     assert {found.p50, found.p90, found.p99} <= measured
 
 
-def test_processor_time_of_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [("pdrt",), ("nobody", "10"), ("10", "VLLM")], ids=str)
+def test_processor_time_of_others(tmp_path: Path, named: tuple[str, ...]) -> None:
     def reading(user: int, idle: int, server: int) -> CpuTimes:
         (tmp_path / "stat").write_text(f"cpu  {user} 0 0 {idle} 0 0 0 0 0 0\n")
-        for pid, command, ticks in ((10, "python\0-m\0pdrt\0decode", server), (11, "make", 7)):
+        # The server, half of it in a child that is called something else; and somebody else.
+        for pid, parent, command, ticks in (
+            (10, 1, "python\0-m\0pdrt\0decode", server // 2),
+            (12, 10, "VLLM::Worker", server // 2),
+            (11, 1, "make", 7),
+        ):
             folder = tmp_path / str(pid)
             folder.mkdir(exist_ok=True)
             (folder / "cmdline").write_text(command)
-            fields = " ".join(["S", *["0"] * 10, str(ticks), "0"])
+            fields = " ".join(["S", str(parent), *["0"] * 9, str(ticks), "0"])
             (folder / "stat").write_text(f"{pid} (a) b) {fields} 0\n")
-        found = cpu_times("pdrt", tmp_path)
+        found = cpu_times(named, tmp_path)
         assert found is not None
         return found
 
@@ -242,7 +250,7 @@ def test_processor_time_of_others(tmp_path: Path) -> None:
 
 
 def test_where_the_kernel_does_not_say(tmp_path: Path) -> None:
-    assert cpu_times("pdrt", tmp_path) is None
+    assert cpu_times(("pdrt",), tmp_path) is None
     assert cpu_shares(None, None) is None
 
 

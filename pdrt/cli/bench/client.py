@@ -48,6 +48,8 @@ class Sample(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     """As the endpoint counted them; the number of events where it did not say."""
+    cached_tokens: int = 0
+    """Of the prompt, found in a prefix cache, where the endpoint says so."""
     error: str | None = None
     """Why it failed, in words."""
 
@@ -110,6 +112,7 @@ async def send(target: Target, body: dict[str, Any]) -> Sample:
         times=tuple(events.times),
         prompt_tokens=events.prompt_tokens,
         output_tokens=events.output_tokens or len(events.times),
+        cached_tokens=events.cached_tokens,
         error=error,
     )
 
@@ -128,9 +131,14 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -147,6 +155,7 @@ class _Events:
         self.times: list[float] = []
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.cached_tokens = 0
 
     def take(self, data: bytes) -> None:
         """One event's JSON."""
@@ -167,6 +176,8 @@ class _Events:
         if chunk.usage is not None:
             self.prompt_tokens = chunk.usage.prompt_tokens or 0
             self.output_tokens = chunk.usage.completion_tokens or 0
+            details = chunk.usage.prompt_tokens_details or _PromptDetails()
+            self.cached_tokens = details.cached_tokens or 0
 
 
 async def _stream(target: Target, body: dict[str, Any], events: _Events) -> None:

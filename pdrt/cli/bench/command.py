@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,14 +77,22 @@ async def _row(settings: Settings, load: Load, shape: Shape) -> Row:
     async def submit(body: Body) -> Sample:
         return await send(settings.target, body)
 
+    name = f"{load.name}, prompts of {shape.prompt_tokens} tokens"
+    _progress(f"{name}: warming up")
     for _ in range(settings.warmup):
         await submit(make(shape, draw))
     count = max(settings.requests, 2 * (load.concurrency or 0))
     bodies = [make(shape, draw) for _ in range(count)]
+    _progress(f"{name}: {count} requests")
     before = cpu_times(settings.server)
     run = await _run(load, submit, bodies, draw)
     cpu = cpu_shares(before, cpu_times(settings.server))
     return Row(load, shape, summarize(run, settings.slo), cpu)
+
+
+def _progress(text: str) -> None:
+    """On stderr: what is printed stays what it is for programs."""
+    print(text, file=sys.stderr, flush=True)
 
 
 async def _run(load: Load, submit: Send, bodies: list[Body], draw: random.Random) -> Run:

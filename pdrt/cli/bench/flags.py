@@ -46,7 +46,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool
     warmup: int
     slo: Slo
-    server: str
+    server: tuple[str, ...]
+    """Its processes, as `cpu_times` takes them."""
     seed: int
 
 
@@ -102,8 +103,10 @@ def parser() -> Parser:
     add(
         "--server",
         metavar="TEXT",
-        default="pdrt",
-        help="what the server's command lines hold, to tell its processor time from others'",
+        nargs="+",
+        default=["pdrt"],
+        help="the server's processes, to tell their processor time from others': process ids, or "
+        "text in command lines; their children count too (default: pdrt)",
     )
     add("--seed", metavar="INT", type=int, default=0)
     add("--json", metavar="FILE", help="write the rows here")
@@ -140,7 +143,7 @@ def settings_of(flags: Mapping[str, Any]) -> Settings:
         ignore_eos=not flags["respect_eos"],
         warmup=flags["warmup"],
         slo=Slo(_seconds(flags["slo_ttft_ms"]), _seconds(flags["slo_itl_ms"])),
-        server=flags["server"],
+        server=tuple(flags["server"]),
         seed=flags["seed"],
     )
 

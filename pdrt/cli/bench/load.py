@@ -68,8 +68,17 @@ def completion_body(shape: Shape, draw: random.Random) -> Body:
 
 def chat_body(shape: Shape, draw: random.Random) -> Body:
     """Random words, about a token each."""
-    text = " ".join(draw.choice(WORDS) for _ in range(shape.prompt_tokens))
+    text = words(shape.prompt_tokens, draw)
     return _common(shape) | {"messages": [{"role": "user", "content": text}]}
+
+
+def text_body(shape: Shape, draw: random.Random) -> Body:
+    """Random words for the completions API: an endpoint may take no token ids."""
+    return _common(shape) | {"prompt": words(shape.prompt_tokens, draw)}
+
+
+def words(count: int, draw: random.Random) -> str:
+    return " ".join(draw.choice(WORDS) for _ in range(count))
 
 
 def _common(shape: Shape) -> Body:

@@ -6,6 +6,7 @@ Only what is on this machine can be told: of a server elsewhere, nothing is know
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ class CpuTimes(msgspec.Struct, frozen=True):
     busy: int
     total: int
     ours: dict[int, int]
-    """By process: of this one, and of those whose command line names the server."""
+    """By process: of this one, of the server's, and of the children of both."""
 
 
 class CpuShares(msgspec.Struct, frozen=True):
@@ -31,19 +32,24 @@ class CpuShares(msgspec.Struct, frozen=True):
     figures beside it mean little."""
 
 
-def cpu_times(server: str, proc: Path = PROC) -> CpuTimes | None:
-    """Now; None where the kernel does not say. `server`: text in its command lines."""
+class _Process(msgspec.Struct, frozen=True):
+    parent: int
+    ticks: int
+
+
+def cpu_times(server: Sequence[str], proc: Path = PROC) -> CpuTimes | None:
+    """Now; None where the kernel does not say. `server`: process ids, or text in command lines."""
     try:
         fields = [int(x) for x in (proc / "stat").read_text().splitlines()[0].split()[1:9]]
         entries = os.listdir(proc)
     except (OSError, ValueError, IndexError):
         return None
-    ours = {}
+    processes: dict[int, _Process] = {}
     for pid in map(int, filter(str.isdecimal, entries)):
-        if pid == os.getpid() or _names(proc / str(pid), server):
-            ticks = _ticks(proc / str(pid))
-            if ticks is not None:
-                ours[pid] = ticks
+        if (process := _read(proc / str(pid))) is not None:
+            processes[pid] = process
+    roots = {pid for pid in processes if pid == os.getpid() or _is_named(proc, pid, server)}
+    ours = {pid: processes[pid].ticks for pid in _with_children(roots, processes)}
     # user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
     return CpuTimes(sum(fields) - fields[3] - fields[4], sum(fields), ours)
 
@@ -58,18 +64,27 @@ def cpu_shares(before: CpuTimes | None, after: CpuTimes | None) -> CpuShares | N
     return CpuShares(100 * busy / total, max(0.0, 100 * (busy - ours) / total))
 
 
-def _names(process: Path, server: str) -> bool:
+def _with_children(roots: set[int], processes: Mapping[int, _Process]) -> set[int]:
+    """And their children, and so on: a server's own may be called anything."""
+    found = set(roots)
+    while more := {pid for pid, p in processes.items() if p.parent in found} - found:
+        found |= more
+    return found
+
+
+def _is_named(proc: Path, pid: int, server: Sequence[str]) -> bool:
     try:
-        command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+        command = (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ")
     except OSError:
         return False
-    return server.encode() in command
+    return any(pid == int(s) if s.isdecimal() else s.encode() in command for s in server)
 
 
-def _ticks(process: Path) -> int | None:
+def _read(process: Path) -> _Process | None:
     try:
-        # After the name, which may hold blanks: user and system time are the 14th and 15th field.
+        # After the name, which may hold blanks: the parent is the fourth field of all, user and
+        # system time are the 14th and 15th.
         fields = (process / "stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
+        return _Process(int(fields[1]), int(fields[11]) + int(fields[12]))
     except (OSError, IndexError, ValueError):
         return None

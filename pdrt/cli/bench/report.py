@@ -16,8 +16,13 @@ from pdrt.cli.bench.machine import CpuShares
 from pdrt.cli.bench.summary import Quantiles, Slo, Summary
 from pdrt.errors import PdrtError
 
-OTHERS_PERCENT_MAX = 5.0
+OTHERS_PERCENT_MAX = 3.0
 """Beyond this share of the processors, used by others, a row is marked."""
+LEGEND = """\
+TTFT: request sent to first text. ITL: between two events with text. TPOT: mean time of a request's
+tokens after the first. E2E: the whole request. Each p50 / p99 over the row's requests.
+good: requests within the SLO. CPU others %: of this machine's processors, used by neither the
+server nor this command; (!) where it is so much that the row means little."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -75,7 +80,8 @@ def table(rows: Sequence[Row], slo: Slo) -> Table:
         for row in rows
         for error, count in row.summary.errors.items()
     ]
-    made.caption = "\n".join(failures) or None
+    made.caption = "\n".join([*failures, LEGEND])
+    made.caption_justify = "left"
     return made
 
 
@@ -86,7 +92,7 @@ def _pair(found: Quantiles) -> str:
 def _others(cpu: CpuShares | None) -> str:
     if cpu is None:
         return "-"
-    return f"{cpu.others:.0f}" + (" (!)" if cpu.others > OTHERS_PERCENT_MAX else "")
+    return f"{cpu.others:.1f}" + (" (!)" if cpu.others > OTHERS_PERCENT_MAX else "")
 
 
 def write_json(path: Path, settings: Settings, rows: Sequence[Row]) -> None:

@@ -49,6 +49,9 @@ class Summary(msgspec.Struct, frozen=True):
     ttft_ms: Quantiles
     itl_ms: Quantiles
     """Between two events with text."""
+    events_per_token: float
+    """1 where every token comes by itself. An endpoint that puts several into one event has fewer
+    and longer gaps: compare TPOT then, not ITL."""
     tpot_ms: Quantiles
     """Of requests: their mean time per output token after the first."""
     e2e_ms: Quantiles
@@ -78,6 +81,7 @@ def summarize(run: Run, slo: Slo) -> Summary:
         output_tokens=output_tokens,
         ttft_ms=quantiles([sample.ttft for sample in good]),
         itl_ms=quantiles(gaps),
+        events_per_token=sum(len(s.times) for s in good) / max(1, output_tokens),
         tpot_ms=quantiles([s.tpot for s in good if s.tpot is not None]),
         e2e_ms=quantiles([sample.ended_at - sample.sent_at for sample in good]),
         requests_per_second=len(good) * per_second,
