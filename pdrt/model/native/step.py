@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from pdrt.kv.pool import KvPool
+from pdrt.kv.layout import KvLayout
 from pdrt.model.attention import ForwardContext
 from pdrt.model.batch import Row
 from pdrt.model.native.library import Pool, Step, dtype_code
@@ -17,12 +18,12 @@ HEAD_DIM_MULTIPLE = 8
 HEAD_DIM_MAX = 256
 
 
-def can_attend(pool: KvPool) -> bool:
-    """Whether the kernels know pools like this one."""
-    layout = pool.layout
+def can_attend(layout: KvLayout, device: torch.device) -> bool:
+    """Whether the kernels know pools of this layout on this device."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
     return (
-        pool.tensor.device.type == "cpu"
-        and dtype_code(pool.tensor.dtype) is not None
+        device.type == "cpu"
+        and dtype_code(dtype) is not None
         and layout.head_dim % HEAD_DIM_MULTIPLE == 0
         and layout.head_dim <= HEAD_DIM_MAX
     )
