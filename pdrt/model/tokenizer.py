@@ -12,6 +12,7 @@ from pdrt.errors import ModelError
 from pdrt.model.chat_template import ChatTemplate
 from pdrt.model.detokenizer import Detokenizer
 from pdrt.model.token_bytes import TokenBytes
+from pdrt.model.tokenizer_class import tokenizer_class
 
 
 class Tokenizer:
@@ -30,10 +31,11 @@ class Tokenizer:
         Raises:
             ModelError: it is missing or broken.
         """
-        from transformers import AutoTokenizer
+        import transformers
 
+        reader: Any = getattr(transformers, tokenizer_class(directory) or "AutoTokenizer")
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(
+            self._inner: Any = reader.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
         # Broken files make transformers and tokenizers raise anything, plain Exception included.
