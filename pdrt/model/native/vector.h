@@ -90,6 +90,19 @@ inline void store_one(Bf16 *to, float value) {
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
+// The largest finite number of a format.
+constexpr float largest(const float *) { return 3.40282347e38f; }
+constexpr float largest(const Bf16 *) { return 3.38953139e38f; }
+
+// As torch.nan_to_num: NaN becomes 0, and what `Stored` cannot hold its largest number.
+template <class Stored>
+inline Floats finite(Floats values) {
+    constexpr float LARGEST = largest(static_cast<const Stored *>(nullptr));
+    values = values == values ? values : Floats{};
+    values = values > LARGEST ? splat(LARGEST) : values;
+    return values < -LARGEST ? splat(-LARGEST) : values;
+}
+
 // Folds halves onto each other: the order of a sum depends on the width, not on the values.
 inline float sum_lanes(Floats values) {
     float lanes[LANES];

@@ -1,0 +1,174 @@
+// What the two attention kernels share: the call, products of queries and keys, the softmax.
+//
+// Softmax is taken block of keys by block of keys with a running maximum and sum, and what was
+// summed up before is rescaled when the maximum grows (Milakov and Gimelshein, Online normalizer
+// calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels.h"
+#include "pool.h"
+#include "vector.h"
+
+constexpr int HEAD_DIM_MAX = 256;
+// Query heads of one KV head that are attended together; larger groups go in several parts.
+constexpr int HEADS_MAX = 16;
+// Keys between two updates of the softmax: their keys and values stay in L2 meanwhile.
+constexpr int KEY_BLOCK = 64;
+
+constexpr int round_up(int count, int multiple) {
+    return (count + multiple - 1) / multiple * multiple;
+}
+
+struct Attention {
+    PdrtPool pool;
+    PdrtStep step;
+    int layer, group;  // group: query heads per KV head
+    const void *query;
+    void *out;
+    int64_t query_stride, out_stride;
+    float scale, softcap;
+    int window;
+
+    // First key that the query at `position` sees.
+    int first_key(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
+};
+
+// The queries of some heads that share a KV head, of consecutive tokens of one row.
+struct Task {
+    int row, kv_head;
+    int head, heads;    // within the group
+    int token, tokens;  // within the step
+    int position;       // of the first token, in its sequence
+};
+
+template <class Stored>
+struct Sequence {
+    HeadPages<Stored> pages;
+    const int32_t *table;
+
+    Sequence(const Attention &call, const Task &task)
+        : pages(call.pool, call.layer, task.kv_head),
+          table(call.step.tables + static_cast<int64_t>(task.row) * call.step.table_width) {}
+
+    const Stored *key(int position) const {
+        return pages.key(table[position / pages.page_size], position % pages.page_size);
+    }
+};
+
+template <class Query>
+const Query *query_of(const Attention &call, const Task &task, int token, int head) {
+    const int first = task.kv_head * call.group + task.head;
+    return static_cast<const Query *>(call.query) + (task.token + token) * call.query_stride +
+           static_cast<int64_t>(first + head) * call.pool.head_dim;
+}
+
+// Writes `values` times `factor` where the result of one token's head belongs.
+template <class Query>
+void write_out(const Attention &call, const Task &task, int token, int head, const float *values,
+               float factor) {
+    const int first = task.kv_head * call.group + task.head, head_dim = call.pool.head_dim;
+    Query *out = static_cast<Query *>(call.out) + (task.token + token) * call.out_stride +
+                 static_cast<int64_t>(first + head) * head_dim;
+    int element = 0;
+    for (; element + LANES <= head_dim; element += LANES)
+        store(out + element, load(values + element) * factor);
+    for (; element < head_dim; ++element) store_one(out + element, values[element] * factor);
+}
+
+// Products come in two kinds. `Singles`: floats, whatever the format in memory.
+struct Singles {
+    using Element = float;
+    using Vector = Floats;
+    static constexpr int WIDTH = 1;  // numbers in an element
+
+    static Vector splat_element(Element element) { return splat(element); }
+    static Vector load_elements(const Element *from) { return load(from); }
+    template <class Stored>
+    static Vector load_stored(const Stored *from) { return load(from); }
+    static Floats multiply_add(Floats sum, Vector a, Vector b) { return sum + a * b; }
+};
+
+// `Pairs`: two bfloat16 neighbours along the axis that is summed over, where the processor
+// multiplies and adds both at once.
+struct Pairs {
+    using Element = uint32_t;
+    using Vector = Words;
+    static constexpr int WIDTH = 2;
+
+    static Vector splat_element(Element element) { return element - Words{}; }
+    static Vector load_elements(const Element *from) {
+        Words words;
+        std::memcpy(&words, from, sizeof words);
+        return words;
+    }
+    static Vector load_stored(const Bf16 *from) {
+        Words words;
+        std::memcpy(&words, from, sizeof words);
+        return words;
+    }
+#if defined(__AVX512BF16__)
+    static Floats multiply_add(Floats sum, Vector a, Vector b) {
+        return reinterpret_cast<Floats>(
+            _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a),
+                             reinterpret_cast<__m512bh>(b)));
+    }
+#else
+    static Floats multiply_add(Floats sum, Vector a, Vector b) {  // for tests, and as its meaning
+        sum += as_floats(a << 16) * as_floats(b << 16);
+        return sum + as_floats(a & 0xffff0000u) * as_floats(b & 0xffff0000u);
+    }
+#endif
+};
+
+#if defined(__AVX512BF16__) || defined(PDRT_EMULATE_BF16_PAIRS)
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
+struct Softmax {
+    float maximum = -INFINITY;
+    float sum = 0;
+};
+
+// Turns the scores [first, end) into probabilities relative to the running maximum, and all others
+// before the next multiple of LANES into 0. Returns by how much to multiply what was summed up with
+// the former maximum.
+inline float update_softmax(const Attention &call, float *scores, int first, int end,
+                            Softmax &softmax) {
+    const int width = round_up(end, LANES);
+    Floats maxima = splat(softmax.maximum);
+    for (int key = 0; key < width; key += LANES) {
+        Floats values = load(scores + key) * call.scale;
+        if (call.softcap != 0)
+            values = hyperbolic_tangent(values / call.softcap) * call.softcap;
+        store(scores + key, values);
+    }
+    for (int key = 0; key < first; ++key) scores[key] = -INFINITY;
+    for (int key = end; key < width; ++key) scores[key] = -INFINITY;
+    for (int key = 0; key < width; key += LANES) maxima = maximum(load(scores + key), maxima);
+    const float highest = max_lanes(maxima);
+    Floats sums = {};
+    for (int key = 0; key < width; key += LANES) {
+        const Floats probabilities = exponential(load(scores + key) - highest);
+        store(scores + key, probabilities);
+        sums += probabilities;
+    }
+    float factor = 1;
+    if (highest != softmax.maximum) {
+        factor = exponential(splat(softmax.maximum - highest))[0];
+        softmax.maximum = highest;
+    }
+    softmax.sum = softmax.sum * factor + sum_lanes(sums);
+    return factor;
+}
+
+inline void multiply_by(float *values, int count, float factor) {
+    int index = 0;
+    for (; index + LANES <= count; index += LANES)
+        store(values + index, load(values + index) * factor);
+    for (; index < count; ++index) values[index] *= factor;
+}

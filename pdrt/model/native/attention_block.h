@@ -1,0 +1,201 @@
+// Attention of a block of queries over their sequence (prefill): bound by arithmetic.
+//
+// The block's rows are its tokens' heads. A block of keys is laid out for products once, transposed,
+// and every few rows take it all the way: scores, softmax, sum of values, with the scores in L1.
+#pragma once
+
+#include "attention.h"
+
+// Rows that share a block of keys as laid out, at most: makes the laying out cheap beside the
+// products, and lets queries and sums of a head_dim of 64 or 128 stay in L2.
+constexpr int BLOCK_ROWS = 192;
+// Rows and vectors of a tile of products: its sums fill the registers but for a few.
+constexpr int TILE_ROWS = 6;
+constexpr int TILE_VECTORS = VECTOR_BYTES == 64 ? 4 : 2;
+
+// sums[row][column] += the sum over `depth` of a[row][k] * b[k][column].
+template <class Product, int VECTORS>
+void multiply_tile(const typename Product::Element *a, int a_stride,
+                   const typename Product::Element *b, int b_stride, int depth, float *sums,
+                   int sums_stride) {
+    Floats tile[TILE_ROWS][VECTORS];
+    for (int row = 0; row < TILE_ROWS; ++row)
+        for (int i = 0; i < VECTORS; ++i)
+            tile[row][i] = load(sums + row * sums_stride + i * LANES);
+    for (int k = 0; k < depth; ++k) {
+        typename Product::Vector columns[VECTORS];
+        for (int i = 0; i < VECTORS; ++i)
+            columns[i] = Product::load_elements(b + k * b_stride + i * LANES);
+        for (int row = 0; row < TILE_ROWS; ++row) {
+            const auto factor = Product::splat_element(a[row * a_stride + k]);
+            for (int i = 0; i < VECTORS; ++i)
+                tile[row][i] = Product::multiply_add(tile[row][i], factor, columns[i]);
+        }
+    }
+    for (int row = 0; row < TILE_ROWS; ++row)
+        for (int i = 0; i < VECTORS; ++i)
+            store(sums + row * sums_stride + i * LANES, tile[row][i]);
+}
+
+// The same for any multiple of LANES columns.
+template <class Product>
+void multiply(const typename Product::Element *a, int a_stride,
+              const typename Product::Element *b, int b_stride, int depth, int columns,
+              float *sums, int sums_stride) {
+    int column = 0;
+    for (; column + TILE_VECTORS * LANES <= columns; column += TILE_VECTORS * LANES)
+        multiply_tile<Product, TILE_VECTORS>(a, a_stride, b + column, b_stride, depth,
+                                             sums + column, sums_stride);
+    for (; column < columns; column += LANES)
+        multiply_tile<Product, 1>(a, a_stride, b + column, b_stride, depth, sums + column,
+                                  sums_stride);
+}
+
+// Element `index` of what is stored at `from`.
+inline float stored_element(Singles, const float *from, int index) { return from[index]; }
+inline float stored_element(Singles, const Bf16 *from, int index) { return to_float(from[index]); }
+inline uint32_t stored_element(Pairs, const Bf16 *from, int index) {
+    uint32_t pair;
+    std::memcpy(&pair, from + 2 * index, sizeof pair);
+    return pair;
+}
+
+// Values of two keys, or of one, as the elements that products with probabilities take.
+inline void pack_value(Singles, const float *value, const float *, int columns, float *to) {
+    std::copy_n(value, columns, to);
+}
+inline void pack_value(Singles, const Bf16 *value, const Bf16 *, int columns, float *to) {
+    for (int column = 0; column < columns; ++column) to[column] = to_float(value[column]);
+}
+inline void pack_value(Pairs, const Bf16 *value, const Bf16 *next, int columns, uint32_t *to) {
+    for (int column = 0; column < columns; ++column)
+        to[column] = value[column].bits | static_cast<uint32_t>(next[column].bits) << 16;
+}
+
+// Probabilities as the elements that products take.
+inline const float *pack_probabilities(Singles, const float *scores, int, float *) {
+    return scores;
+}
+inline const uint32_t *pack_probabilities(Pairs, const float *scores, int count, uint32_t *to) {
+    for (int index = 0; index < count; index += LANES)
+        store(reinterpret_cast<Bf16 *>(to) + index, load(scores + index));
+    return to;
+}
+
+template <class Product, class Query, class Stored>
+class BlockAttention {
+  public:
+    BlockAttention(const Attention &call, const Task &task)
+        : call(call), task(task), sequence(call, task), head_dim(call.pool.head_dim),
+          elements(head_dim / Product::WIDTH), columns(round_up(head_dim, LANES)),
+          rows(task.tokens * task.heads) {}
+
+    void attend() {
+        pack_queries();
+        std::fill_n(out, round_up(rows, TILE_ROWS) * columns, 0.0f);
+        const int end = task.position + task.tokens;
+        int first = call.first_key(task.position) / KEY_BLOCK * KEY_BLOCK;
+        for (; first < end; first += KEY_BLOCK) attend_keys(first, std::min(KEY_BLOCK, end - first));
+        for (int row = 0; row < rows; ++row)
+            write_out<Query>(call, task, row / task.heads, row % task.heads, out + row * columns,
+                             1 / softmax[row].sum);
+    }
+
+  private:
+    using Element = typename Product::Element;
+
+    void pack_queries() {
+        for (int row = 0; row < rows; ++row) {
+            const Query *from = query_of<Query>(call, task, row / task.heads, row % task.heads);
+            for (int index = 0; index < elements; ++index)
+                queries[row * elements + index] = stored_element(Product(), from, index);
+        }
+        const int padded = round_up(rows, TILE_ROWS);
+        std::fill(queries + rows * elements, queries + padded * elements, Element());
+    }
+
+    void attend_keys(int first, int count) {
+        pack_keys(first, count);
+        for (int row = 0; row < rows; row += TILE_ROWS) attend_tile(row, first);
+    }
+
+    // Positions that a row sees, relative to the block of keys that begins at `first`.
+    int visible_end(int row, int first) const {
+        return std::min(task.position + row / task.heads + 1 - first, KEY_BLOCK);
+    }
+    int visible_begin(int row, int first) const {
+        return std::max(call.first_key(task.position + row / task.heads) - first, 0);
+    }
+
+    void attend_tile(int first_row, int first) {
+        const int last_row = std::min(first_row + TILE_ROWS, rows) - 1;
+        const int end = visible_end(last_row, first);
+        if (end <= 0 || visible_begin(first_row, first) >= end) return;
+        alignas(VECTOR_BYTES) float scores[TILE_ROWS * KEY_BLOCK] = {};
+        multiply<Product>(queries + first_row * elements, elements, keys, KEY_BLOCK, elements,
+                          round_up(end, LANES), scores, KEY_BLOCK);
+        for (int row = first_row; row <= last_row; ++row)
+            take_scores(row, first, end, scores + (row - first_row) * KEY_BLOCK);
+        alignas(VECTOR_BYTES) Element packed[TILE_ROWS * KEY_BLOCK / Product::WIDTH];
+        const Element *probabilities =
+            pack_probabilities(Product(), scores, TILE_ROWS * KEY_BLOCK, packed);
+        constexpr int STRIDE = KEY_BLOCK / Product::WIDTH;
+        multiply<Product>(probabilities, STRIDE, values, columns,
+                          (end + Product::WIDTH - 1) / Product::WIDTH, columns,
+                          out + first_row * columns, columns);
+    }
+
+    // Makes probabilities of a row's scores, of which the first `end` will be used.
+    void take_scores(int row, int first, int end, float *scores) {
+        const int begin = visible_begin(row, first), row_end = visible_end(row, first);
+        if (begin >= row_end) {
+            std::fill_n(scores, KEY_BLOCK, 0.0f);
+            return;
+        }
+        const float factor = update_softmax(call, scores, begin, row_end, softmax[row]);
+        for (int key = round_up(row_end, LANES); key < round_up(end, LANES); ++key) scores[key] = 0;
+        if (factor != 1) multiply_by(out + row * columns, columns, factor);
+    }
+
+    void pack_keys(int first, int count) {
+        static const Stored NOTHING[HEAD_DIM_MAX] = {};
+        const Stored *key[KEY_BLOCK], *value[KEY_BLOCK];
+        for (int index = 0; index < KEY_BLOCK; ++index) {
+            key[index] = index < count ? sequence.key(first + index) : NOTHING;
+            value[index] = index < count ? key[index] + sequence.pages.to_value() : NOTHING;
+        }
+        for (int index = 0; index < KEY_BLOCK; index += LANES) transpose_keys(key + index, index);
+        for (int index = 0; index < count; index += Product::WIDTH)
+            pack_value(Product(), value[index], value[index + Product::WIDTH - 1], head_dim,
+                       values + index / Product::WIDTH * columns);
+    }
+
+    // LANES keys become columns [column, …) of `keys`.
+    void transpose_keys(const Stored *const *key, int column) {
+        int element = 0;
+        for (; element + LANES <= elements; element += LANES) {
+            Floats tile[LANES];
+            for (int i = 0; i < LANES; ++i)
+                tile[i] = reinterpret_cast<Floats>(
+                    Product::load_stored(key[i] + element * Product::WIDTH));
+            transpose(tile);
+            for (int i = 0; i < LANES; ++i)
+                std::memcpy(keys + (element + i) * KEY_BLOCK + column, &tile[i], sizeof tile[i]);
+        }
+        for (; element < elements; ++element)
+            for (int i = 0; i < LANES; ++i)
+                keys[element * KEY_BLOCK + column + i] =
+                    stored_element(Product(), key[i], element);
+    }
+
+    const Attention &call;
+    const Task &task;
+    const Sequence<Stored> sequence;
+    const int head_dim, elements, columns, rows;
+    Softmax softmax[BLOCK_ROWS];
+    alignas(VECTOR_BYTES) Element queries[BLOCK_ROWS * HEAD_DIM_MAX / Product::WIDTH];
+    alignas(VECTOR_BYTES) float out[BLOCK_ROWS * HEAD_DIM_MAX];
+    // [element][key], and [key or pair of keys][column], whose columns past head_dim stay 0.
+    alignas(VECTOR_BYTES) Element keys[HEAD_DIM_MAX / Product::WIDTH * KEY_BLOCK];
+    alignas(VECTOR_BYTES) Element values[KEY_BLOCK / Product::WIDTH * HEAD_DIM_MAX] = {};
+};
