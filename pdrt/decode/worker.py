@@ -22,6 +22,7 @@ from pdrt.decode.view import DecodeView
 from pdrt.ids import Incarnation, RequestId, new_incarnation, short
 from pdrt.kv.pages import PageTable
 from pdrt.model.executor import Executor
+from pdrt.model.steady import steady
 from pdrt.observe.metrics import Metrics
 from pdrt.observe.tracing import Tracer
 from pdrt.observe.worker_http import WorkerHttp
@@ -58,6 +59,7 @@ def run(config: WorkerConfig, announce: Announce) -> NoReturn:
         PdrtError: the configuration or the model cannot be used; says what to do.
     """
     executor = Executor.load(config.model, config.device, log.info)
+    steady(executor.pool, config.device)
     exit_now(uvloop.run(_serve(config, executor, announce)))
 
 

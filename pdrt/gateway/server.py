@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -48,6 +49,9 @@ def run(config: GatewayConfig, announce: Announce) -> int:
         ModelError: the model has no tokenizer, or cannot be served.
     """
     model, digests = load_served_model(config)
+    # What is loaded stays: walking it again and again would hold up every stream.
+    gc.collect()
+    gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config, model, digests, announce))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,7 +97,12 @@ class Grammars:
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._options = ServerOptions(str(directory), vocab_size, tuple(eos_token_ids))
         self._ends: Words = end_words(eos_token_ids, vocab_size)
-        self._threads = ThreadPoolExecutor(COMPILED_AT_ONCE, "pdrt-grammar")
+        # They, and the processes that they start, may use any core: on those that a worker computes
+        # on, which its own threads keep to, compiling would hold up its steps.
+        cores = os.sched_getaffinity(0)
+        self._threads = ThreadPoolExecutor(
+            COMPILED_AT_ONCE, "pdrt-grammar", os.sched_setaffinity, (0, cores)
+        )
         self._server: Future[Server | RequestRefused] | None = None
         """Once there was a grammar; the latest, should one have died."""
         # Least recently used first. Refusals too, so that asking again costs nothing. What is

@@ -19,6 +19,7 @@ from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.kv.prefix import PrefixCache
 from pdrt.model.batch import StepResult
 from pdrt.model.executor import Executor
+from pdrt.model.steady import steady
 from pdrt.observe.metrics import Metrics
 from pdrt.observe.tracing import Tracer
 from pdrt.observe.worker_http import WorkerHttp
@@ -59,6 +60,7 @@ def run(config: WorkerConfig, announce: Announce) -> NoReturn:
         PdrtError: the configuration or the model cannot be used; says what to do.
     """
     executor = Executor.load(config.model, config.device, log.info)
+    steady(executor.pool, config.device)
     exit_now(uvloop.run(_serve(config, executor, announce)))
 
 
