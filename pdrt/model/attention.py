@@ -8,6 +8,7 @@ backend. Nothing is global: two executors in one process do not meet.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -80,51 +81,44 @@ class ForwardContext:
         packed = self.decode + self.prefill
         lengths = np.array([len(row.token_ids) for row in packed], dtype=np.int64)
         ends = np.cumsum(lengths)
-        self.prefill_offsets: list[int] = (ends - lengths)[len(self.decode) :].tolist()
+        starts = ends - lengths
+        self.prefill_offsets: list[int] = starts[len(self.decode) :].tolist()
         self.tokens = int(ends[-1])
-        token_ids = np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in packed])
-        positions = np.concatenate(
-            [np.arange(row.start, row.end, dtype=np.int64) for row in packed]
-        )
+        token_ids = np.array([token for row in packed for token in row.token_ids], dtype=np.int64)
+        offsets = np.array([row.start for row in packed], dtype=np.int64) - starts
+        self._positions = np.arange(self.tokens) + np.repeat(offsets, lengths)
         self.token_ids = self.to_device(token_ids)
-        self.positions = self.to_device(positions)
+        self.positions = self.to_device(self._positions)
         sampled = [index for index, row in enumerate(packed) if row.sampling is not None]
         self.sampled = [self.order[index] for index in sampled]
         """Index, in the caller's rows, of each row whose next token is drawn."""
         scored = [index for index, row in enumerate(packed) if row.scored]
         self.scored = [self.order[index] for index in scored]
         """The same of each row with tokens to score."""
-        starts = ends - lengths
         positions_scored = [starts[i] + np.arange(len(packed[i].scored)) for i in scored]
-        self.logits_to_keep = self.to_device(np.concatenate([ends[sampled] - 1, *positions_scored]))
+        kept = np.concatenate([ends[sampled] - 1, *positions_scored])
+        self.logits_to_keep = self.to_device(kept)
         """Tokens whose logits are wanted: of each sampled row, then of each scored token."""
-        self._slots = self.to_device(self._storage_slots(packed, positions))
+        self.keeps_all_logits = np.array_equal(kept, np.arange(self.tokens))
+        """Those are all tokens, in their order."""
         self._layers_stored = 0
 
     def to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.pool.tensor.device)
 
-    def _storage_slots(
-        self, packed: Sequence[Row], positions: np.ndarray[Any, Any]
-    ) -> np.ndarray[Any, Any]:
-        """Index, in the pool as (-1, head_dim), of layer 0's (token, kv_head, k/v)."""
+    @functools.cached_property
+    def _slots(self) -> Tensor:
+        """Index, in the pool as (-1, head_dim), of layer 0's (token, kv_head, k/v); what the
+        kernels store, they find themselves."""
         layout = self.pool.layout
         size = layout.page_size
-        # Only the pages written to: a decode row has one, however long its table is.
-        touched = [row.pages[row.start // size : (row.end - 1) // size + 1] for row in packed]
-        pages = np.concatenate(
-            [
-                np.asarray(used, dtype=np.int64)[
-                    np.arange(row.start, row.end) // size - row.start // size
-                ]
-                for row, used in zip(packed, touched, strict=True)
-            ]
-        )
+        packed = (*self.decode, *self.prefill)
+        pages = np.concatenate([_pages_written(row, size) for row in packed])
         heads = np.arange(layout.kv_heads, dtype=np.int64)
         page_head = pages[:, None] * layout.kv_heads + heads
         block = page_head[:, :, None] * layout.layers * 2 + np.arange(2)
-        slots = block * size + (positions % size)[:, None, None]
-        return np.asarray(slots).reshape(-1)
+        slots = block * size + (self._positions % size)[:, None, None]
+        return self.to_device(slots.reshape(-1))
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values, both (tokens, kv_heads, head_dim), into the pages.
@@ -159,6 +153,13 @@ class ForwardContext:
                 f"only {self._layers_stored} of {self.pool.layout.layers} layers attend over "
                 "pages: the model does not use the attention interface"
             )
+
+
+def _pages_written(row: Row, page_size: int) -> np.ndarray[Any, Any]:
+    """The page of each of a row's tokens; the table is not read beyond: it may be long."""
+    first = row.start // page_size
+    pages = np.asarray(row.pages[first : (row.end - 1) // page_size + 1], dtype=np.int64)
+    return np.asarray(pages[np.arange(row.start, row.end) // page_size - first])
 
 
 def layer_window(module: nn.Module, layer: int) -> int | None:

@@ -25,7 +25,6 @@ from pdrt.model.logprobs import score
 from pdrt.model.placement import cuda_pool_bytes, limit_identity, pool_pages, select_device
 from pdrt.model.resources import ComputePlan, available_memory_bytes, cpu_quota, usable_cpus
 from pdrt.model.sampling import sample
-from pdrt.model.sdpa import SdpaBackend
 from pdrt.sampling import Sampling, TokenLogprobs
 
 
@@ -55,8 +54,8 @@ class Executor:
         self.pool = pool
         self.pages = pool.pages
         self.device: torch.device = pool.tensor.device
-        self._module = loaded.module
-        self._backend = SdpaBackend()
+        self._model = loaded.model
+        self._backend = loaded.backend
         self._thread = thread
         self._current: Future[StepResult] | None = None
         """The latest step. At most one is ever queued or running."""
@@ -140,17 +139,9 @@ class Executor:
         return StepResult(tokens, time.perf_counter() - started, logprobs, scores)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Logits (`logits_to_keep`, vocabulary) of a step. On the compute thread."""
-        output = self._module(
-            input_ids=context.token_ids[None],
-            position_ids=context.positions[None],
-            use_cache=False,
-            logits_to_keep=context.logits_to_keep,
-            forward_context=context,
-        )
-        context.check_complete()
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        """Logits (`logits_to_keep`, vocabulary) of a step, valid until the next one. On the compute
+        thread."""
+        return self._model.logits(context)
 
     def _sample(
         self, context: ForwardContext, rows: Sequence[Row], logits: torch.Tensor

@@ -17,9 +17,17 @@ from pdrt.config import ModelConfig
 from pdrt.errors import ConfigError, ModelError
 from pdrt.kv.layout import KvLayout
 from pdrt.model import attention
+from pdrt.model.attention import AttentionBackend
+from pdrt.model.forward import Model, TransformersModel
+from pdrt.model.fused_check import FusedDiffersError, fuse
+from pdrt.model.fused_structure import FUSED_TYPES, NotFusedError
 from pdrt.model.identity import read_json
-from pdrt.model.quantization import check_quantization, transformers_config
+from pdrt.model.native.attention import NativeAttention
+from pdrt.model.native.library import Kernels, load_kernels
+from pdrt.model.native.step import can_attend
+from pdrt.model.quantization import check_quantization, checkpoint_method, transformers_config
 from pdrt.model.resources import choose_dtype, cpu_flags
+from pdrt.model.sdpa import SdpaBackend
 from pdrt.model.support import check_supported, longrope_limit
 
 log = logging.getLogger(__name__)
@@ -31,15 +39,48 @@ DUMMY_SEED = 0
 class LoadedModel(msgspec.Struct, frozen=True):
     """A model that is ready to run over pages."""
 
-    module: nn.Module
-    """Called with input_ids and position_ids (1, tokens), logits_to_keep, forward_context."""
+    model: Model
+    backend: AttentionBackend
+    """Who attends where transformers' forward calls; the fused decoder calls the kernels itself."""
     layout: KvLayout
+
+
+class _Checkpoint(msgspec.Struct, frozen=True):
+    """Weights that can be read, more than once if need be."""
+
+    directory: Path
+    config: Any
+    model: ModelConfig
+    dtype: str
+    device: torch.device
+    long_factors_after: int | None
+    """Where a longrope model rotates by its long factors: the length that the short ones reach."""
+
+    def read(self) -> nn.Module:
+        """A module of transformers, in evaluation mode and without gradients.
+
+        Raises:
+            ModelError: the weights cannot be loaded.
+        """
+        if self.model.load_format == "dummy":
+            module = _random_weights(self.config, self.dtype, self.model).to(self.device)
+        else:
+            module = _read_weights(self.directory, self.dtype, self.device, self.model)
+        module.eval().requires_grad_(False)
+        if self.long_factors_after is not None:
+            _fix_long_factors(module, self.long_factors_after)
+        megabytes = sum(t.nbytes for t in module.state_dict().values()) / 1e6
+        log.info(
+            "loaded %s: %.0f MB, dtype %s, quantization %s",
+            type(module).__name__, megabytes, self.dtype, self.model.quantization,
+        )  # fmt: skip
+        return module
 
 
 def load_model(
     directory: Path, model: ModelConfig, device: torch.device, max_model_len: int
 ) -> LoadedModel:
-    """Load the model in `directory`, in evaluation mode, without gradients, on `device`.
+    """Load the model in `directory`, ready to run on `device`.
 
     Args:
         max_model_len: tokens of the longest sequence; decides the factors of a longrope model.
@@ -61,22 +102,47 @@ def load_model(
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot read the model's configuration: {error}") from error
     _check_class(config)
-    checkpoint = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    dtype = choose_dtype(model.dtype, checkpoint, device.type, cpu_flags())
+    kernels = load_kernels(cpu_flags()) if device.type == "cpu" else None
+    is_quantized = (model.quantization or checkpoint_method(raw)) is not None
+    is_fused = kernels is not None and config.model_type in FUSED_TYPES and not is_quantized
+    dtype = choose_dtype(model.dtype, checkpoint_dtype(config), device.type, cpu_flags(), is_fused)
+    limit = longrope_limit(raw)
+    is_long = limit is not None and max_model_len > limit
+    checkpoint = _Checkpoint(directory, config, model, dtype, device, limit if is_long else None)
     layout = kv_layout(config, model.page_size, dtype)
-    if model.load_format == "dummy":
-        module = _random_weights(config, dtype, model).to(device)
-    else:
-        module = _read_weights(directory, dtype, device, model)
-    module.eval().requires_grad_(False)
-    if (limit := longrope_limit(raw)) is not None and max_model_len > limit:
-        _fix_long_factors(module, limit)
-    megabytes = sum(t.nbytes for t in module.state_dict().values()) / 1e6
-    log.info(
-        "loaded %s: %.0f MB, dtype %s (checkpoint: %s), quantization %s",
-        type(module).__name__, megabytes, dtype, checkpoint, model.quantization,
-    )  # fmt: skip
-    return LoadedModel(module, layout)
+    return _choose_forward(checkpoint, layout, kernels, max_model_len)
+
+
+def _choose_forward(
+    checkpoint: _Checkpoint, layout: KvLayout, kernels: Kernels | None, max_model_len: int
+) -> LoadedModel:
+    """The fused decoder where it computes the model, else transformers' own forward."""
+    module = checkpoint.read()
+    reason = "there are no compiled kernels"
+    if kernels is not None and not can_attend(layout, checkpoint.device):
+        kernels, reason = None, f"the kernels do not know {layout.dtype} heads of {layout.head_dim}"
+    if kernels is not None:
+        try:
+            decoder = fuse(module, layout, kernels, max_model_len)
+        except NotFusedError as error:
+            reason = f"not known to the fused decoder: {error}"
+        except FusedDiffersError as error:
+            log.warning("reading the model again, without the fused decoder: %s", error)
+            reason = str(error)
+            module = checkpoint.read()
+        else:
+            log.info("forward: %s", decoder.description)
+            return LoadedModel(decoder, SdpaBackend(), layout)
+    backend = SdpaBackend() if kernels is None else NativeAttention(kernels)
+    name = "SDPA" if kernels is None else f"native {kernels.isa}"
+    model = TransformersModel(module, f"transformers' own, {name} attention ({reason})")
+    log.info("forward: %s", model.description)
+    return LoadedModel(model, backend, layout)
+
+
+def checkpoint_dtype(config: Any) -> str:
+    """What a transformers configuration says that its weights are."""
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
 def kv_layout(config: Any, page_size: int, dtype: str) -> KvLayout:

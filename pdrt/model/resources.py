@@ -81,21 +81,30 @@ def usable_cpus(
 
 
 def choose_dtype(
-    requested: str, checkpoint: str, device_kind: str, cpu_flags: Collection[str]
+    requested: str,
+    checkpoint: str,
+    device_kind: str,
+    cpu_flags: Collection[str],
+    has_kernels: bool,
 ) -> str:
     """The dtype of weights and KV: a key of `pdrt.kv.layout.DTYPE_BYTES`.
 
-    "auto" takes the checkpoint's, except on a CPU that lacks the instructions for it: there a
-    16-bit product is emulated, and float32 is the faster one. Measured on one AVX2 core, a
-    1536x576 linear: at 1 token 0.33 ms in float32 against 0.23 ms in bfloat16 (fewer bytes), at
-    8 tokens 0.6 against 1.8 ms, at 256 tokens 6.7 against 55 ms; with avx512_bf16 the latter is
-    twice as fast. Prefill and decode must agree on the dtype, so on mixed machines give --dtype.
+    "auto" takes the checkpoint's. On a CPU that is bfloat16 where it has the instructions for it,
+    or where our kernels compute the whole model: they only store bfloat16, half the bytes of every
+    decode step, and compute in float32. torch emulates 16-bit products, and float32 is the faster
+    one there: measured on one AVX2 core, a 1536x576 linear takes 6.7 ms for 256 tokens in float32
+    and 55 ms in bfloat16. Prefill and decode must agree: on mixed machines give --dtype.
+
+    Args:
+        has_kernels: the fused decoder knows this kind of model, and its kernels are there.
     """
     if requested != "auto":
         return requested
     if checkpoint not in {"float32", "bfloat16", "float16"}:
         return "float32"
     if device_kind != "cpu" or checkpoint == "float32":
+        return checkpoint
+    if checkpoint == "bfloat16" and has_kernels:
         return checkpoint
     needed = BF16_FLAGS if checkpoint == "bfloat16" else FP16_FLAGS
     return checkpoint if needed.intersection(cpu_flags) else "float32"

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from pdrt.config import DeviceConfig, ModelConfig
+from pdrt.model import loader
 from pdrt.model.executor import Executor
+from pdrt.model.fused_structure import NotFusedError
+from pdrt.model.native.library import load_kernels
+from pdrt.model.resources import cpu_flags
 from tests.model.tiny import make_tiny_model
 
 POOL_BYTES = 8 * 2**20
 
 TinyModel = Callable[..., Path]
 LoadExecutor = Callable[..., Executor]
+UseForward = Callable[[str], None]
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +55,26 @@ def load_executor() -> Iterator[LoadExecutor]:
     yield load
     for executor in executors:
         executor.close()
+
+
+FORWARDS = ("fused", "native", "sdpa")
+"""The fused decoder; transformers' forward over the attention kernels; the same without any."""
+
+
+@pytest.fixture
+def use_forward(monkeypatch: pytest.MonkeyPatch) -> UseForward:
+    """`use_forward(one of FORWARDS)`: what is loaded from here on computes so."""
+
+    def use(forward: str) -> None:
+        if forward == "sdpa":
+            monkeypatch.setattr(loader, "load_kernels", lambda flags: None)
+        elif load_kernels(cpu_flags()) is None:
+            pytest.skip("no compiled kernels")
+        elif forward == "native":
+            monkeypatch.setattr(loader, "fuse", _refuse)
+
+    return use
+
+
+def _refuse(*arguments: Any) -> None:
+    raise NotFusedError("it is another forward's turn")

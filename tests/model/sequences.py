@@ -77,4 +77,4 @@ def run_step(executor: Executor, parts: Iterable[tuple[Run, int]]) -> None:
 
 def _forward(executor: Executor, context: ForwardContext) -> torch.Tensor:
     with torch.inference_mode():
-        return executor.forward(context).float()
+        return executor.forward(context).float().clone()

@@ -15,9 +15,10 @@ from pdrt.config import DeviceConfig, ModelConfig
 from pdrt.errors import ConfigError, ModelError
 from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
+from pdrt.model.fused import FusedDecoder
 from pdrt.model.sdpa import GROUP_OVERHEAD_TOKENS, group_by_length
 from pdrt.sampling import Sampling
-from tests.model.conftest import LoadExecutor, TinyModel
+from tests.model.conftest import FORWARDS, LoadExecutor, TinyModel, UseForward
 from tests.model.tiny import EOS_ID
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
@@ -80,7 +81,7 @@ async def test_a_failed_forward_leaves_the_executor_usable(
     executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "_module", lambda **kwargs: torch.empty(2**60))
+        patch.setattr(executor, "forward", lambda context: torch.empty(2**60))
         with pytest.raises(RuntimeError):
             await executor.step([row(4, [0])])
     assert (await executor.step([row(4, [0])])).tokens[0] is not None
@@ -111,16 +112,21 @@ def test_a_shared_prefix_may_be_read_by_many(executor: Executor) -> None:
     assert executor.step_blocking(tails).tokens == expected * 2
 
 
-def test_what_a_page_held_before_does_not_matter(executor: Executor) -> None:
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_what_a_page_held_before_does_not_matter(
+    tiny_model: TinyModel, load_executor: LoadExecutor, use_forward: UseForward, forward: str
+) -> None:
     """Not even the NaN of a sequence that overflowed: masked slots are multiplied by 0."""
+    use_forward(forward)
+    executor = load_executor(tiny_model("llama"))
     prompt = row(18, [0, 1])
     step = row(1, [0, 1], start=18)
     other = row(1, [2, 3], start=17)
     expected = [executor.step_blocking([r]).tokens for r in (prompt, step)]
     executor.pool.tensor[1].fill_(1e30)
     assert [executor.step_blocking([r]).tokens for r in (prompt, step)] == expected
+    weight = embedding(executor)
     with torch.inference_mode():
-        weight = executor._module.get_input_embeddings().weight
         kept = weight[7].clone()
         weight[7] = math.nan
         executor.step_blocking([prompt])
@@ -130,11 +136,22 @@ def test_what_a_page_held_before_does_not_matter(executor: Executor) -> None:
     executor.step_blocking([other, step])
 
 
-def test_min_tokens_holds_the_end_back(tiny_model: TinyModel, load_executor: LoadExecutor) -> None:
+def embedding(executor: Executor) -> torch.Tensor:
+    """The embedding's weight, (vocabulary, hidden), of a model that does not tie it to its head."""
+    model: Any = executor._model
+    if isinstance(model, FusedDecoder):
+        assert model._embedding is not None
+        return model._embedding
+    weight: torch.Tensor = model._module.get_input_embeddings().weight
+    return weight
+
+
+def test_min_tokens_holds_the_end_back(
+    tiny_model: TinyModel, load_executor: LoadExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor = load_executor(tiny_model("llama"))
-    with torch.inference_mode():
-        head = executor._module.get_output_embeddings()
-        head.weight[:] = 0
+    forward = executor.forward
+    monkeypatch.setattr(executor, "forward", lambda context: forward(context) * 0)
     eos_first = row(4, [0])
     assert executor.step_blocking([eos_first]).tokens == [0]
     held = Sampling(max_tokens=8, min_tokens=1, temperature=0.0, stop_token_ids=(0, 1))

@@ -71,7 +71,22 @@ def test_unusable_cores_and_threads_are_refused() -> None:
 def test_dtype_rule(
     requested: str, checkpoint: str, kind: str, flags: set[str], dtype: str
 ) -> None:
-    assert choose_dtype(requested, checkpoint, kind, flags) == dtype
+    assert choose_dtype(requested, checkpoint, kind, flags, has_kernels=False) == dtype
+
+
+@pytest.mark.parametrize(
+    ("requested", "checkpoint", "dtype"),
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float16", "float32"),
+        ("auto", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
+    ],
+)
+def test_kernels_store_bfloat16_on_any_processor(
+    requested: str, checkpoint: str, dtype: str
+) -> None:
+    assert choose_dtype(requested, checkpoint, "cpu", {"avx2"}, has_kernels=True) == dtype
 
 
 def test_the_machine_can_be_read() -> None:

@@ -13,7 +13,7 @@ from pdrt.errors import ModelError
 from pdrt.model import support
 from pdrt.model.batch import Row
 from pdrt.model.support import check_supported, longrope_limit
-from tests.model.conftest import LoadExecutor, TinyModel
+from tests.model.conftest import LoadExecutor, TinyModel, UseForward
 from tests.model.tiny import write_model
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -119,10 +119,12 @@ def test_what_a_configuration_does_not_show_is_noticed_at_load(
 
 
 def test_layers_that_do_not_attend_are_noticed(
-    tiny_model: TinyModel, load_executor: LoadExecutor
+    tiny_model: TinyModel, load_executor: LoadExecutor, use_forward: UseForward
 ) -> None:
+    use_forward("sdpa")
     executor = load_executor(tiny_model("llama"))
-    del executor._module.model.layers[-1]  # type: ignore[operator, union-attr]
-    executor._module.config.num_hidden_layers -= 1  # type: ignore[operator, union-attr]
+    model: Any = executor._model
+    del model._module.model.layers[-1]
+    model._module.config.num_hidden_layers -= 1
     with pytest.raises(ModelError, match="only 2 of 3 layers attend"):
         executor.step_blocking([Row(token_ids=[5, 6], start=0, pages=[0], sampling=None)])
