@@ -134,7 +134,12 @@ void compute(const Tile<Weight> &given) {
 template <class Weight>
 using Compute = void (*)(const Tile<Weight> &);
 
-constexpr int streams(int rows) { return std::clamp(TILE_ROWS / rows, 1, STREAMS); }
+// bfloat16's mask takes a register that another row's accumulators would need.
+template <class Weight>
+constexpr int streams(int rows) {
+    constexpr int ROWS = TILE_ROWS - (sizeof(Weight) < sizeof(float) ? 1 : 0);
+    return std::clamp(ROWS / rows, 1, STREAMS);
+}
 
 // The kernels by number of rows, from one: of one panel, and of as many as are streamed at once.
 template <class Weight, int... INDEX>
@@ -143,7 +148,7 @@ constexpr std::array<Compute<Weight>, TILE_ROWS> one_panel(std::integer_sequence
 }
 template <class Weight, int... INDEX>
 constexpr std::array<Compute<Weight>, TILE_ROWS> streamed(std::integer_sequence<int, INDEX...>) {
-    return {compute<Weight, INDEX + 1, streams(INDEX + 1)>...};
+    return {compute<Weight, INDEX + 1, streams<Weight>(INDEX + 1)>...};
 }
 using Indices = std::make_integer_sequence<int, TILE_ROWS>;
 template <class Weight>
@@ -240,7 +245,7 @@ template <class Weight>
 void stream(const Layer &layer, Range rows, Range panels) {
     alignas(64) float start[STREAMS * PANEL];
     const int tiles = tiles_of(rows);
-    const int several = tiles == 1 ? streams(rows.size()) : 1;
+    const int several = tiles == 1 ? streams<Weight>(rows.size()) : 1;
     const int whole = std::min(panels.end, layer.outputs / PANEL);  // end of those without an edge
     Tile<Weight> tile = {nullptr, layer.panel_stride(), layer.inputs, layer.x, layer.x_stride,
                          start, nullptr, layer.out_stride, nullptr, share<Weight>(tiles)};
@@ -413,6 +418,7 @@ int pdrt_pack(int32_t type, const void *weight, int32_t inputs, int32_t outputs,
 void pdrt_linear(int32_t type, const void *packed, const float *bias, const float *x,
                  int64_t x_stride, float *out, int64_t out_stride, int32_t rows, int32_t inputs,
                  int32_t outputs) {
+    if (rows < 1) return;
     const Layer layer = {packed, bias, x, x_stride, out, out_stride, rows, inputs, outputs};
     if (type == PDRT_F32)
         run<float>(layer);

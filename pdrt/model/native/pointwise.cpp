@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "kernels.h"
+#include "pool.h"
 #include "vector.h"
 
 namespace {
@@ -116,15 +117,6 @@ void rotate_head(const Rotation &by, const From *from, To *to, Finish finish) {
         store_some(to + i, finish(load_some(from + i, by.head_dim - i)), by.head_dim - i);
 }
 
-// A layer's place in the pool for one token: keys of head 0.
-template <class Stored>
-Stored *pool_slot(const PdrtPool &pool, int64_t slot, int32_t layer) {
-    const int64_t page = slot / pool.page_size, offset = slot % pool.page_size;
-    const int64_t block = page * pool.kv_heads * pool.layers + layer;
-    return static_cast<Stored *>(pool.data) +
-           (block * 2 * pool.page_size + offset) * pool.head_dim;
-}
-
 // One token's queries, keys and values.
 template <class T>
 struct Token {
@@ -132,22 +124,29 @@ struct Token {
     const T *key, *value;
 };
 
-template <class T, class Stored>
-void rope_store_token(const PdrtPool &pool, const Rotation &by, int heads, const Token<T> &token,
-                      Stored *keys) {
+// Where a layer keeps a token.
+struct Slot {
+    const PdrtPool &pool;
+    int32_t layer;
+    int64_t page;
+    int offset;
+};
+
+template <class Stored, class T>
+void rope_store_token(const Slot &slot, const Rotation &by, int heads, const Token<T> &token) {
     const auto as_is = [](Floats values) { return values; };
-    const int64_t values = static_cast<int64_t>(pool.page_size) * pool.head_dim;
-    if (by.half > 0)
-        for (int head = 0; head < heads; ++head) {
-            T *query = token.query + head * pool.head_dim;
-            rotate_head({by.cos, by.sin, by.half, 2 * by.half}, query, query, as_is);
-        }
-    for (int head = 0; head < pool.kv_heads; ++head) {
-        Stored *to = keys + head * pool.layers * 2 * values;
-        const int64_t from = static_cast<int64_t>(head) * pool.head_dim;
-        rotate_head(by, token.key + from, to, finite<Stored>);
-        rotate_head({nullptr, nullptr, 0, by.head_dim}, token.value + from, to + values,
-                    finite<Stored>);
+    const Rotation none = {nullptr, nullptr, 0, by.head_dim};
+    const Rotation only = {by.cos, by.sin, by.half, 2 * by.half};  // in place: the rest stays
+    for (int64_t head = 0; head < heads; ++head) {
+        T *query = token.query + head * by.head_dim;
+        rotate_head(only, query, query, as_is);
+    }
+    for (int head = 0; head < slot.pool.kv_heads; ++head) {
+        const HeadPages<Stored> pages(slot.pool, slot.layer, head);
+        const int64_t from = static_cast<int64_t>(head) * by.head_dim;
+        Stored *key = pages.key(slot.page, slot.offset);
+        rotate_head(by, token.key + from, key, finite<Stored>);
+        rotate_head(none, token.value + from, key + pages.to_value(), finite<Stored>);
     }
 }
 
@@ -169,12 +168,13 @@ int pdrt_rope_store(const PdrtPool *pool, const PdrtStep *step, int32_t layer, i
         with_type(pool->type, [&](auto stored) {
 #pragma omp parallel for schedule(static) if (elements > THREAD_ELEMENTS)
             for (int64_t i = 0; i < step->tokens; ++i)
-                rope_store_token(
-                    *pool, {cos + i * half, sin + i * half, half, pool->head_dim}, heads,
+                rope_store_token<decltype(stored)>(
+                    {*pool, layer, step->slots[i] / pool->page_size,
+                     static_cast<int>(step->slots[i] % pool->page_size)},
+                    {cos + i * half, sin + i * half, half, pool->head_dim}, heads,
                     Token<T>{static_cast<T *>(query) + i * query_stride,
                              static_cast<const T *>(key) + i * key_stride,
-                             static_cast<const T *>(value) + i * value_stride},
-                    pool_slot<decltype(stored)>(*pool, step->slots[i], layer));
+                             static_cast<const T *>(value) + i * value_stride});
         });
     });
     return 0;

@@ -1,0 +1,295 @@
+"""Packed linear layers against float64, at every edge of their tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pdrt.model.native.library import Kernels, dtype_code, library_path, open_kernels, pointer
+from pdrt.model.native.linear import (
+    Linear,
+    LinearKind,
+    LinearPart,
+    MkldnnLinear,
+    NativeLinear,
+    TorchLinear,
+    choose_linear,
+    mkldnn_works,
+)
+from pdrt.model.resources import BF16_FLAGS, cpu_flags
+from tests.model.native.conftest import BuildKernels, usable_libraries
+
+CPU = torch.device("cpu")
+TYPES = [torch.float32, torch.bfloat16]
+SMOLLM2_SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
+UNTOUCHED = 12345.0
+
+
+@pytest.fixture(scope="module", params=[*usable_libraries(), "wide"])
+def kernels(request: pytest.FixtureRequest, build_wide_kernels: BuildKernels) -> Kernels:
+    if request.param == "wide":
+        return build_wide_kernels(["linear"])
+    return open_kernels(library_path(request.param))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def part(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True) -> LinearPart:
+    weight = (random(outputs, inputs, seed=outputs) / inputs**0.5).to(dtype)
+    return LinearPart(weight, random(outputs, seed=1) if bias else None)
+
+
+def exact(x: Tensor, parts: list[LinearPart]) -> Tensor:
+    """The layer in float64."""
+    results = []
+    for one in parts:
+        result = x.double() @ one.weight.double().T
+        results.append(result if one.bias is None else result + one.bias.double())
+    return torch.cat(results, dim=1)
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_number_of_rows_and_outputs(kernels: Kernels, dtype: torch.dtype) -> None:
+    for outputs in range(1, 71):
+        layer = NativeLinear(kernels, [part(outputs, 37, dtype)])
+        for rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 24, 25, 40):
+            x = random(rows, 37, seed=rows)
+            assert_close(layer(x), exact(x, [part(outputs, 37, dtype)]))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_number_of_rows_and_inputs(kernels: Kernels, dtype: torch.dtype) -> None:
+    for inputs in range(1, 71):
+        layer = NativeLinear(kernels, [part(33, inputs, dtype)])
+        for rows in range(1, 41, 3 if inputs % 8 else 1):
+            x = random(rows, inputs, seed=rows)
+            assert_close(layer(x), exact(x, [part(33, inputs, dtype)]))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SMOLLM2_SHAPES)
+def test_shapes_of_a_model(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    inputs, outputs = shape
+    layer = NativeLinear(kernels, [part(outputs, inputs, dtype)])
+    for rows in (1, 2, 3, 8, 32, 130):
+        x = random(rows, inputs)
+        assert_close(layer(x), exact(x, [part(outputs, inputs, dtype)]))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_many_inputs_are_computed_in_blocks(kernels: Kernels, dtype: torch.dtype) -> None:
+    x = random(70, 2500)
+    layer = NativeLinear(kernels, [part(50, 2500, dtype)])
+    assert_close(layer(x), exact(x, [part(50, 2500, dtype)]))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_is_the_same_to_the_bit_in_every_batch(
+    kernels: Kernels, dtype: torch.dtype, two_threads: None
+) -> None:
+    layer = NativeLinear(kernels, [part(600, 1100, dtype)])
+    x = random(150, 1100)
+    together = layer(x)
+    for rows in (1, 2, 3, 5, 7, 12, 13, 40):
+        assert torch.equal(layer(x[:rows]), together[:rows])
+        assert torch.equal(layer(x[-rows:]), together[-rows:])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 70])
+def test_two_threads_equal_one(kernels: Kernels, rows: int, two_threads: None) -> None:
+    layer = NativeLinear(kernels, [part(1000, 600, torch.float32)])
+    x = random(rows, 600)
+    two = layer(x)
+    torch.set_num_threads(1)
+    assert torch.equal(layer(x), two)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_parts_are_packed_one_after_another(kernels: Kernels, dtype: torch.dtype) -> None:
+    """None of them begins or ends at a panel, and only one has a bias."""
+    parts = [part(outputs, 40, dtype, bias=outputs == 7) for outputs in (5, 7, 90, 1)]
+    layer = NativeLinear(kernels, parts)
+    assert layer.outputs == 103
+    for rows in (1, 20):
+        assert_close(layer(random(rows, 40)), exact(random(rows, 40), parts))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 30])
+def test_strides_and_nothing_else_is_written(kernels: Kernels, rows: int) -> None:
+    layer = NativeLinear(kernels, [part(35, 50, torch.float32)])
+    x = random(rows, 64)[:, 7:57]
+    memory = torch.full((rows + 2, 60), UNTOUCHED)
+    out = memory[1:-1, 10:45]
+    assert layer(x, out).data_ptr() == out.data_ptr()
+    assert_close(out, exact(x, [part(35, 50, torch.float32)]))
+    out.fill_(UNTOUCHED)
+    assert torch.all(memory == UNTOUCHED)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 33])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_infinity_come_out_in_their_row_only(
+    kernels: Kernels, rows: int, dtype: torch.dtype, bad: float
+) -> None:
+    layer = NativeLinear(kernels, [part(41, 30, dtype)])
+    x = random(rows, 30)
+    clean = layer(x)
+    x[rows // 2, 11] = bad
+    spoiled = layer(x)
+    assert not torch.isfinite(spoiled[rows // 2]).any()
+    others = torch.arange(rows) != rows // 2
+    assert torch.equal(spoiled[others], clean[others])
+
+
+def test_small_numbers_are_not_flushed_to_zero(kernels: Kernels) -> None:
+    tiny = torch.full((1, 1), 1e-40)
+    assert NativeLinear(kernels, [LinearPart(torch.ones(1, 1))])(tiny).item() == tiny.item()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_of_the_packed_weight(kernels: Kernels, dtype: torch.dtype) -> None:
+    table = part(1000, 300, dtype, bias=False)
+    layer = NativeLinear(kernels, [table])
+    ids = torch.randint(0, 1000, (2000,), generator=torch.Generator().manual_seed(0))
+    ids[:3] = torch.tensor([999, 0, 999])
+    assert torch.equal(layer.rows(ids, 2.5), table.weight[ids].float() * 2.5)
+    assert layer.rows(ids[:0]).shape == (0, 300)
+
+
+def test_no_rows(kernels: Kernels) -> None:
+    assert NativeLinear(kernels, [part(20, 10, torch.float32)])(torch.empty(0, 10)).shape == (0, 20)
+
+
+def test_weights_need_not_be_contiguous(kernels: Kernels) -> None:
+    weight = random(30, 20).T
+    assert not weight.is_contiguous()
+    assert_close(
+        NativeLinear(kernels, [LinearPart(weight)])(random(2, 30)),
+        exact(random(2, 30), [LinearPart(weight)]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "outputs", "at", "total"),
+    [(0, 0, 4, 0, 4), (0, 4, 0, 0, 4), (0, 4, 4, 1, 4), (0, 4, 4, -1, 4), (2, 4, 4, 0, 4)],
+)
+def test_what_does_not_fit_is_not_packed(
+    kernels: Kernels, kind: int, inputs: int, outputs: int, at: int, total: int
+) -> None:
+    packed = torch.full((4096,), UNTOUCHED)
+    weight = torch.ones(8, 8)
+    refused = kernels.lib.pdrt_pack(
+        kind, pointer(weight), inputs, outputs, pointer(packed), at, total
+    )
+    assert refused == -1
+    assert torch.all(packed == UNTOUCHED)
+
+
+def test_packing_overwrites_all_of_its_memory(kernels: Kernels) -> None:
+    """Outputs that pad the last panel too: what memory held before is never computed with."""
+    lib, code = kernels.lib, dtype_code(torch.float32)
+    packed = torch.full((lib.pdrt_packed_bytes(code, 5, 3) // 4,), torch.nan)
+    weight = random(3, 5)
+    assert lib.pdrt_pack(code, pointer(weight), 5, 3, pointer(packed), 0, 3) == 0
+    assert not torch.isnan(packed).any()
+    np.testing.assert_array_equal(packed[packed != 0].sort()[0], weight.flatten().sort()[0])
+
+
+def test_onednn_packs_float32() -> None:
+    assert mkldnn_works(torch.float32)
+    parts = [part(20, 30, torch.float32), part(9, 30, torch.float32, bias=False)]
+    for rows in (1, 7):
+        assert_close(MkldnnLinear(parts)(random(rows, 30)), exact(random(rows, 30), parts))
+
+
+@pytest.mark.parametrize("make", [MkldnnLinear, TorchLinear])
+def test_rows_of_kinds_that_keep_a_table(make: type[MkldnnLinear | TorchLinear]) -> None:
+    table = part(50, 30, torch.float32, bias=False)
+    layer: Linear = make([table], tied=True) if make is MkldnnLinear else make([table])
+    ids = torch.tensor([3, 49, 3])
+    assert torch.equal(layer.rows(ids, 0.5), table.weight[ids] * 0.5)
+    assert_close(layer(random(2, 30)), exact(random(2, 30), [table]))
+
+
+def plan_kind(kernels: Kernels, dtype: torch.dtype, flags: frozenset[str]) -> LinearKind:
+    return choose_linear(dtype, CPU, flags, kernels).kind
+
+
+def test_the_choice(kernels: Kernels) -> None:
+    assert plan_kind(kernels, torch.float32, frozenset()) is LinearKind.NATIVE
+    assert plan_kind(kernels, torch.bfloat16, frozenset()) is LinearKind.NATIVE
+    assert plan_kind(kernels, torch.float16, frozenset()) is LinearKind.TORCH
+    meta = choose_linear(torch.float32, torch.device("meta"), frozenset(), kernels)
+    assert meta.kind is LinearKind.TORCH
+
+
+def test_onednn_is_not_chosen_where_it_refuses(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags that promise bfloat16, and an operator that refuses it: as another torch might."""
+
+    class Refusing:
+        @staticmethod
+        def _reorder_linear_weight(weight: Tensor) -> Tensor:
+            raise RuntimeError("mkldnn_reorder_linear_weight: not here")
+
+    monkeypatch.setattr("pdrt.model.native.linear._operators", Refusing)
+    plan = choose_linear(torch.bfloat16, CPU, BF16_FLAGS, kernels)
+    assert plan.kind is LinearKind.TORCH
+    assert plan.activations is torch.bfloat16
+
+
+def test_onednn_is_not_chosen_where_it_computes_wrongly(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong:
+        @staticmethod
+        def _reorder_linear_weight(weight: Tensor) -> Tensor:
+            return weight.flip(0)
+
+        @staticmethod
+        def _linear_pointwise(x: Tensor, weight: Tensor, bias: Tensor, *_: object) -> Tensor:
+            return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr("pdrt.model.native.linear._operators", Wrong)
+    assert plan_kind(kernels, torch.bfloat16, BF16_FLAGS) is LinearKind.TORCH
+
+
+@pytest.mark.skipif(
+    not BF16_FLAGS.isdisjoint(cpu_flags()), reason="this processor multiplies bfloat16"
+)
+def test_onednn_refuses_bfloat16_without_the_instructions() -> None:
+    assert not mkldnn_works(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["native", "torch"])
+def test_a_plan_packs_layers_and_heads(kernels: Kernels, kind: str) -> None:
+    dtype = torch.float32 if kind == "native" else torch.float64
+    plan = choose_linear(dtype, CPU, frozenset(), kernels)
+    assert plan.kind.value == kind
+    head = part(40, 30, dtype, bias=False)
+    x = random(3, 30).to(plan.activations)
+    assert_close(plan.pack([head, head])(x), exact(x, [head, head]))
+    tied = plan.pack_tied(head)
+    assert_close(tied(x), exact(x, [head]))
+    assert_close(tied.rows(torch.tensor([7])), head.weight[[7]].double())
+    assert tied.nbytes >= head.weight.nbytes
