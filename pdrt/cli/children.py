@@ -131,7 +131,8 @@ class Children:
                 return self._supervisor.timer(now)
             case Announced(child, facts):
                 self._announced(child, facts)
-                return self._supervisor.announced(child, now)
+                self._supervisor.announced(child)
+                return []
             case Exited(child, code):
                 self._ended(child)
                 return self._supervisor.exited(child, code, now)

@@ -22,22 +22,22 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """Configs by the names that logs show. The workers' gateway address is filled in at launch,
-    when the gateway has announced it."""
+    """Configs by the names that logs show."""
 
     gateway: GatewayConfig
     workers: dict[str, WorkerConfig]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (GATEWAY, *self.workers)
+    def configs(self) -> dict[str, GatewayConfig | WorkerConfig]:
+        return {GATEWAY: self.gateway, **self.workers}
 
 
 def deployment_of(
     up: UpConfig, model: Path, shares: Sequence[Share], gpus: Sequence[int]
 ) -> Deployment:
-    """`model`: where its files are. `shares`: one per worker. `gpus`: empty without CUDA; workers
-    take them in turn, and those that meet on one split the memory that `up` may use of it."""
+    """`up` has ports of its own. `model`: where its files are. `shares`: one per worker. `gpus`: empty
+    without CUDA; workers take them in turn, and those that meet on one split the memory that `up`
+    may use of it."""
     names = [f"prefill-{n}" for n in range(up.prefill_workers)]
     names += [f"decode-{n}" for n in range(up.decode_workers)]
     assert len(shares) == len(names)
@@ -49,6 +49,7 @@ def deployment_of(
         memory = up.model.gpu_memory_utilization / crowd[gpu]
         workers[name] = replace(
             _shared_fields(up, WorkerConfig),
+            gateway=(f"{LOOPBACK}:{up.worker_port}",),
             host=LOOPBACK,
             port=0,
             model=replace(named, gpu_memory_utilization=memory),

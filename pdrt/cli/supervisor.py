@@ -23,7 +23,7 @@ STARTS_MAX = 3  # starts of a child that never came up before `up` gives up
 
 
 class ChildState(Enum):
-    HELD = "held"  # waits for the first child to announce itself: the gateway has the address
+    NEW = "new"  # not started yet
     STARTING = "starting"  # its process runs and has not announced itself
     UP = "up"  # its process runs and has announced itself
     PAUSED = "paused"  # died; starts again at `restart_at`
@@ -31,7 +31,7 @@ class ChildState(Enum):
 
 
 _NEXT = {
-    ChildState.HELD: {ChildState.STARTING, ChildState.ENDED},
+    ChildState.NEW: {ChildState.STARTING},
     ChildState.STARTING: {ChildState.UP, ChildState.PAUSED, ChildState.ENDED},
     ChildState.UP: {ChildState.STARTING, ChildState.PAUSED, ChildState.ENDED},
     ChildState.PAUSED: {ChildState.STARTING, ChildState.ENDED},
@@ -78,7 +78,7 @@ class Child(msgspec.Struct, kw_only=True):
     """One role's process and its history."""
 
     name: str
-    state: ChildState = ChildState.HELD
+    state: ChildState = ChildState.NEW
     started_at: float = 0.0  # of the latest life
     restart_at: float | None = None  # set exactly while PAUSED
     failures: int = 0  # deaths in a row, none of them after a steady life
@@ -94,12 +94,12 @@ class Child(msgspec.Struct, kw_only=True):
 
 
 class Supervisor:
-    """`now` is monotonic seconds. The first child starts alone, the others once it is up."""
+    """`now` is monotonic seconds. Children start side by side: each waits by itself for those that
+    it needs."""
 
     def __init__(self, names: Sequence[str], stop_seconds_max: float) -> None:
         assert names and len(set(names)) == len(names)
         self._children = {name: Child(name=name) for name in names}
-        self._first = names[0]
         self._stop_seconds_max = stop_seconds_max
         self._kill_at: float | None = None  # set exactly while STOPPING
         self._code = 0  # what `up` will exit with
@@ -110,17 +110,13 @@ class Supervisor:
 
     def start(self, now: float) -> list[Effect]:
         """Once, at the beginning."""
-        return [self._begin(self._children[self._first], now)]
+        return [self._begin(child, now) for child in self._children.values()]
 
-    def announced(self, name: str, now: float) -> list[Effect]:
+    def announced(self, name: str) -> None:
         """The child is bound and serves its role."""
         child = self._children[name]
         child.to(ChildState.UP)
         child.was_up = True
-        if name != self._first or self.phase is not Phase.SERVING:
-            return []
-        held = [c for c in self._children.values() if c.state is ChildState.HELD]
-        return [self._begin(c, now) for c in held]
 
     def exited(self, name: str, code: int, now: float) -> list[Effect]:
         """The child's process is gone; `code` is negative for a signal, as in subprocess."""
@@ -160,7 +156,7 @@ class Supervisor:
                 self.phase = Phase.STOPPING
                 self._kill_at = now + self._stop_seconds_max
                 for child in self._children.values():
-                    if child.state in (ChildState.HELD, ChildState.PAUSED):
+                    if child.state is ChildState.PAUSED:
                         child.to(ChildState.ENDED)
                         child.restart_at = None
                 return [*self._send_all(signal.SIGTERM), *self._finish_if_empty()]

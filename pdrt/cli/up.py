@@ -29,11 +29,11 @@ from pdrt.cli.deployment import (
 from pdrt.cli.flags import parse_request, print_config
 from pdrt.cli.http import get_json, post_json
 from pdrt.cli.load import dump_toml
-from pdrt.cli.ports import check_port
+from pdrt.cli.ports import port_of, reserve_port
 from pdrt.cli.roles import has_cuda
 from pdrt.cli.supervisor import Phase, Supervisor
 from pdrt.cli.terminal import Terminal
-from pdrt.cli.validate import parse_address, validate
+from pdrt.cli.validate import validate
 from pdrt.config import ModelConfig, UpConfig
 from pdrt.errors import ConfigError
 from pdrt.model.resources import cpu_quota, parse_id_list
@@ -51,13 +51,18 @@ def up(arguments: Sequence[str]) -> int:
     if request.print_config:
         print_config(config)
         return 0
-    check_port("--port", config.host, config.port)
-    check_port("--worker-port", LOOPBACK, config.worker_port)
-    terminal = Terminal(is_json=config.observe.log_format == "json")
-    try:
-        return asyncio.run(_serve(config, _deploy(config, terminal), terminal))
-    finally:
-        terminal.close()
+    with (
+        reserve_port("--port", config.host, config.port) as http,
+        reserve_port("--worker-port", LOOPBACK, config.worker_port) as dialled,
+    ):
+        # Ours for as long as we run: workers start beside the gateway that they dial, and one that
+        # is restarted comes back where workers and clients look for it.
+        config = replace(config, port=port_of(http), worker_port=port_of(dialled))
+        terminal = Terminal(is_json=config.observe.log_format == "json")
+        try:
+            return asyncio.run(_serve(config, _deploy(config, terminal), terminal))
+        finally:
+            terminal.close()
 
 
 def _deploy(config: UpConfig, terminal: Terminal) -> Deployment:
@@ -89,39 +94,28 @@ def _gpus(config: UpConfig) -> tuple[int, ...]:
 
 
 class Roles:
-    """Commands of the roles. Remembers the gateway's ports, so that a restarted gateway comes
-    back where workers and clients look for it."""
+    """Commands of the roles, and where those that run are to be found."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
-        self._gateway = deployment.gateway
         self.url: str | None = None  # of the gateway, once it has announced it
         self._incarnations: dict[str, str] = {}
         """Of the workers that run and have announced themselves."""
 
     def launch(self, name: str, announce_fd: int) -> Launch:
         """The config goes to the child as a file in memory: nothing is left behind on disk."""
-        if name == GATEWAY:
-            role, text = GATEWAY, dump_toml(self._gateway)
-        else:
-            role = name.split("-", 1)[0]
-            address = f"{LOOPBACK}:{self._gateway.worker_port}"
-            text = dump_toml(replace(self._deployment.workers[name], gateway=(address,)))
         config_fd = os.memfd_create(f"pdrt-{name}")
-        os.write(config_fd, text.encode())
-        argv = [sys.executable, "-m", "pdrt", role]
+        os.write(config_fd, dump_toml(self._deployment.configs[name]).encode())
+        argv = [sys.executable, "-m", "pdrt", name.split("-", 1)[0]]
         argv += ["--config", f"/proc/self/fd/{config_fd}"]
         argv += ["--parent-pid", str(os.getpid()), "--announce-fd", str(announce_fd)]
         return Launch(argv, child_environment(), (config_fd,))
 
     def announced(self, name: str, facts: dict[str, Any]) -> None:
-        if name != GATEWAY:
+        if name == GATEWAY:
+            self.url = str(facts["http"])
+        else:
             self._incarnations[name] = str(facts["incarnation"])
-            return
-        self.url = str(facts["http"])
-        _, http_port = parse_address("http", self.url.split("://", 1)[1].rstrip("/"))
-        _, worker_port = parse_address("workers", str(facts["workers"]).split("://", 1)[-1])
-        self._gateway = replace(self._gateway, port=http_port, worker_port=worker_port)
 
     def ended(self, name: str) -> str | None:
         """A life of a child is over; where to tell the gateway, should it not know."""
@@ -139,7 +133,7 @@ def _tell(url: str, api_key: str | None) -> None:
 
 async def _serve(config: UpConfig, deployment: Deployment, terminal: Terminal) -> int:
     roles = Roles(deployment)
-    supervisor = Supervisor(deployment.names, config.shutdown_timeout + STOP_GRACE_SECONDS)
+    supervisor = Supervisor(tuple(deployment.configs), config.shutdown_timeout + STOP_GRACE_SECONDS)
     api_key = next(iter(config.api.api_key), None)
 
     def ended(name: str) -> None:

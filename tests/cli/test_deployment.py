@@ -51,18 +51,20 @@ def test_configs_of_the_roles() -> None:
     up = UpConfig(
         host="0.0.0.0",
         port=9000,
+        worker_port=9001,
         api=ApiConfig(api_key=("k",)),
         observe=ObserveConfig(log_level="debug"),
     )
     deployment = deployment_of(up, Path("/models/smol"), TWO, gpus=())
-    assert deployment.names == ("gateway", "prefill-0", "decode-0")
+    assert tuple(deployment.configs) == ("gateway", "prefill-0", "decode-0")
     gateway = deployment.gateway
     assert (gateway.host, gateway.port, gateway.api.api_key) == ("0.0.0.0", 9000, ("k",))
-    assert (gateway.worker_host, gateway.worker_port) == ("127.0.0.1", 0)
+    assert (gateway.worker_host, gateway.worker_port) == ("127.0.0.1", 9001)
     assert (gateway.model, gateway.served_model_name) == ("/models/smol", "smollm2-135m-instruct")
     validate(gateway, has_cuda=False)
     decode = deployment.workers["decode-0"]
     assert (decode.host, decode.port, decode.observe.log_level) == ("127.0.0.1", 0, "debug")
+    assert decode.gateway == ("127.0.0.1:9001",)
     assert (decode.model.model, decode.device.cpus, decode.device.threads) == (
         "/models/smol",
         "1",

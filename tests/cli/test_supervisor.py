@@ -25,10 +25,9 @@ STOP_SECONDS = 30.0
 def supervisor_up(now: float = 0.0) -> Supervisor:
     """All three children run and have announced themselves."""
     supervisor = Supervisor(NAMES, STOP_SECONDS)
-    assert supervisor.start(now) == [Start("gateway")]
-    assert supervisor.announced("gateway", now) == [Start("prefill-0"), Start("decode-0")]
-    assert supervisor.announced("prefill-0", now) == []
-    assert supervisor.announced("decode-0", now) == []
+    assert supervisor.start(now) == [Start(name) for name in NAMES]
+    for name in NAMES:
+        supervisor.announced(name)
     return supervisor
 
 
@@ -40,14 +39,16 @@ def die_and_restart(supervisor: Supervisor, now: float) -> float:
     assert deadline is not None
     assert supervisor.timer(deadline - 0.01) == []
     assert supervisor.timer(deadline) == [Start("decode-0")]
-    supervisor.announced("decode-0", deadline)
+    supervisor.announced("decode-0")
     return deadline - now
 
 
-def test_workers_wait_for_the_gateways_address() -> None:
+def test_all_start_side_by_side() -> None:
     supervisor = Supervisor(NAMES, STOP_SECONDS)
-    assert supervisor.start(0.0) == [Start("gateway")]
-    assert supervisor.state_of("decode-0") is ChildState.HELD
+    assert supervisor.start(0.0) == [Start("gateway"), Start("prefill-0"), Start("decode-0")]
+    assert supervisor.state_of("decode-0") is ChildState.STARTING
+    supervisor.announced("decode-0")
+    assert supervisor.state_of("decode-0") is ChildState.UP
     assert supervisor.deadline() is None
 
 
@@ -67,7 +68,7 @@ def test_a_child_that_left_when_asked_starts_anew_at_once_and_has_not_failed() -
         effects = supervisor.exited("decode-0", 0, now)
         assert effects == [Say("decode-0 left when asked; starting it anew"), Start("decode-0")]
         assert supervisor.state_of("decode-0") is ChildState.STARTING
-        assert supervisor.announced("decode-0", now) == []
+        supervisor.announced("decode-0")
     assert die_and_restart(supervisor, 5.0) == 1.0
 
 
@@ -83,7 +84,8 @@ def test_a_restarted_gateway_does_not_start_the_workers_again() -> None:
     supervisor = supervisor_up()
     supervisor.exited("gateway", 1, 5.0)
     assert supervisor.timer(6.0) == [Start("gateway")]
-    assert supervisor.announced("gateway", 7.0) == []
+    supervisor.announced("gateway")
+    assert supervisor.deadline() is None
 
 
 def test_pauses_double_up_to_the_maximum() -> None:
@@ -113,7 +115,7 @@ def test_a_thousand_failures_do_not_overflow_the_pause() -> None:
 def test_a_refused_configuration_at_start_stops_all() -> None:
     supervisor = Supervisor(NAMES, STOP_SECONDS)
     supervisor.start(0.0)
-    supervisor.announced("gateway", 1.0)
+    supervisor.announced("gateway")
     effects = supervisor.exited("prefill-0", 2, 2.0)
     assert effects == [
         Say("prefill-0 cannot start; its message is above; stopping all"),
@@ -143,7 +145,8 @@ def test_a_child_that_never_comes_up_is_given_up() -> None:
     effects = supervisor.exited("gateway", 1, 3.0)
     assert effects == [
         Say("gateway ended (exit code 1) in each of 3 starts; stopping all"),
-        Finish(1),
+        Send("prefill-0", signal.SIGTERM),
+        Send("decode-0", signal.SIGTERM),
     ]
 
 
@@ -189,11 +192,14 @@ def test_a_second_stop_kills_at_once_and_a_third_changes_nothing() -> None:
     assert supervisor.stop(0.2) == []
 
 
-def test_an_announcement_while_stopping_starts_nobody() -> None:
+def test_an_announcement_while_stopping_changes_nothing_else() -> None:
     supervisor = Supervisor(NAMES, STOP_SECONDS)
     supervisor.start(0.0)
     supervisor.stop(0.1)
-    assert supervisor.announced("gateway", 0.2) == []
+    supervisor.announced("gateway")
+    assert supervisor.phase is Phase.STOPPING
+    for name in NAMES[1:]:
+        assert supervisor.exited(name, -15, 0.2) == []
     assert supervisor.exited("gateway", 0, 0.3) == [Finish(0)]
 
 
@@ -213,4 +219,4 @@ def test_an_exit_of_what_does_not_run_is_our_bug(name: str) -> None:
     supervisor = Supervisor(NAMES, STOP_SECONDS)
     with pytest.raises(AssertionError):
         supervisor.exited(name, 0, 0.0)
-    assert supervisor.state_of(name) is ChildState.HELD
+    assert supervisor.state_of(name) is ChildState.NEW

@@ -117,6 +117,7 @@ def test_a_restarted_gateway_comes_back_on_both_its_ports(tmp_path: Path) -> Non
         os.kill(first, signal.SIGKILL)
         up.wait_for(r"gateway died \(SIGKILL\); restarting in 1 s")
         assert up.pids("gateway", 2)[1] != first
+        # Nobody else can have been given one meanwhile: `up` holds them.
         ports = {match[1] for match in up.wait_for(r"worker_port=(\d+)", 2)}
         assert len(ports) == 1
         status = [sys.executable, "-m", "pdrt", "status", "--json"]
