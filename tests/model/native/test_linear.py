@@ -189,12 +189,12 @@ def test_weights_need_not_be_contiguous(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "inputs", "outputs", "at", "total"),
+    "arguments",
     [(0, 0, 4, 0, 4), (0, 4, 0, 0, 4), (0, 4, 4, 1, 4), (0, 4, 4, -1, 4), (2, 4, 4, 0, 4)],
+    ids=["no inputs", "no outputs", "beyond the end", "before the start", "unknown type"],
 )
-def test_what_does_not_fit_is_not_packed(
-    kernels: Kernels, kind: int, inputs: int, outputs: int, at: int, total: int
-) -> None:
+def test_what_does_not_fit_is_not_packed(kernels: Kernels, arguments: tuple[int, ...]) -> None:
+    kind, inputs, outputs, at, total = arguments
     packed = torch.full((4096,), UNTOUCHED)
     weight = torch.ones(8, 8)
     refused = kernels.lib.pdrt_pack(
