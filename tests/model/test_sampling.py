@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrt.model.batch import Row
-from pdrt.model.sampling import (
-    CANDIDATES,
-    MORE_CANDIDATES,
-    _filter_top,
-    _likelihood,
-    sample,
-    uniform,
-)
+from pdrt.model.sampling import BLOCK, TOP_BLOCK, _keep, _largest, _likelihood, sample, uniform
 from pdrt.sampling import Sampling
 
 
@@ -99,23 +92,37 @@ def test_draws_are_pinned() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_filters_match_the_naive_reference(data: st.DataObject) -> None:
-    vocabulary = data.draw(st.sampled_from([5, 40, CANDIDATES + 300, MORE_CANDIDATES + 1000]))
+    vocabulary = data.draw(st.sampled_from([5, TOP_BLOCK, BLOCK + 300, 20 * BLOCK]))
     seed = data.draw(st.integers(0, 10_000))
     sampling = Sampling(
         max_tokens=1,
         temperature=data.draw(st.sampled_from([0.3, 1.0, 5.0])),
-        top_k=data.draw(st.sampled_from([0, 1, 3, vocabulary - 1, vocabulary + 5])),
+        top_k=data.draw(st.sampled_from([0, 1, 3, 50, vocabulary - 1, vocabulary + 5])),
         top_p=data.draw(st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0])),
     )
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, vocabulary, generator=generator)
     likelihood = _likelihood(logits, [sampling] * 2)
     expected = [naive_filter(row, sampling) for row in likelihood.double().tolist()]
-    _filter_top(likelihood, [sampling] * 2)
-    for row, ids in zip(likelihood, expected, strict=True):
-        kept = set(row.nonzero()[:, 0].tolist())
+    for row, names, ids in zip(*_keep(likelihood, [sampling] * 2), expected, strict=True):
+        kept = set(names[row > 0].tolist())
         # Sums in another order may decide one token at the edge of top-p differently.
         assert len(kept ^ ids) <= (1 if 0.5 < sampling.top_p < 1 else 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_first_of_the_largest(data: st.DataObject) -> None:
+    vocabulary = data.draw(st.sampled_from([5, TOP_BLOCK, 3 * TOP_BLOCK + 1, 5 * TOP_BLOCK]))
+    values = st.sampled_from([0.0, 1.0, 2.0, -math.inf])
+    logits = torch.tensor(
+        data.draw(
+            st.lists(
+                st.lists(values, min_size=vocabulary, max_size=vocabulary), min_size=1, max_size=3
+            )
+        )
+    )
+    assert _largest(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 def test_min_p_is_relative_to_the_most_likely() -> None:
