@@ -37,6 +37,7 @@ class Executor:
         pool: the KV memory; which page belongs to whom is the caller's business.
         pages: pages in the pool.
         device: where it computes.
+        description: what computes there, in words.
         grammars: what outputs must look like, compiled in processes of its own.
     """
 
@@ -54,6 +55,7 @@ class Executor:
         self.pool = pool
         self.pages = pool.pages
         self.device: torch.device = pool.tensor.device
+        self.description = loaded.model.description
         self._model = loaded.model
         self._backend = loaded.backend
         self._thread = thread
