@@ -35,9 +35,9 @@ class Deployment(msgspec.Struct, frozen=True):
 def deployment_of(
     up: UpConfig, model: Path, shares: Sequence[Share], gpus: Sequence[int]
 ) -> Deployment:
-    """`up` has ports of its own. `model`: where its files are. `shares`: one per worker. `gpus`: empty
-    without CUDA; workers take them in turn, and those that meet on one split the memory that `up`
-    may use of it."""
+    """`up` has ports of its own. `model`: where its files are. `shares`: one per worker. `gpus`:
+    empty without CUDA; workers take them in turn, and those that meet on one split the memory
+    that `up` may use of it."""
     names = [f"prefill-{n}" for n in range(up.prefill_workers)]
     names += [f"decode-{n}" for n in range(up.decode_workers)]
     assert len(shares) == len(names)
