@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pdrt.model.batch import Row, StepResult
 from pdrt.model.executor import Executor
-from pdrt.model.logprobs import IMPOSSIBLE, SLICE_POSITIONS, score
+from pdrt.model.logprobs import BLOCK, IMPOSSIBLE, SLICE_POSITIONS, score
 from pdrt.sampling import Sampling, TokenLogprobs
 from tests.model.conftest import LoadExecutor, TinyModel
 
@@ -40,6 +40,18 @@ def test_score_over_more_positions_than_one_slice() -> None:
     told = score(logits, tokens, tops)
     for index, each in enumerate(told):
         check(each, logits[index], tokens[index], tops[index])
+
+
+@pytest.mark.parametrize("top", [1, 5, 39, 40, 41])
+def test_the_most_likely_of_a_vocabulary_in_blocks(top: int) -> None:
+    logits = torch.randn(3, 40 * BLOCK, generator=torch.Generator().manual_seed(2))
+    logits[0, 7 * BLOCK : 8 * BLOCK] += 9  # all of one block's before any other's
+    logits[1, 100] = -math.inf
+    logits[2, 5] = math.nan
+    told = score(logits, [3, 4, 6], [top, top, top])
+    for index in (0, 1):
+        check(told[index], logits[index], (3, 4)[index], top)
+    assert 5 not in {token for token, _ in told[2].top}
 
 
 def test_ties_are_listed_by_id_and_ranked_behind_each_other() -> None:
