@@ -142,6 +142,8 @@ class Hub:
         self.metrics.observe_tick(now, TICK_SECONDS)
         for worker in self.registry.on_tick(now):
             self._on_lost(worker, "silent too long", logging.WARNING, now)
+        for news in self.registry.news():
+            self._send(news)
         self._probe(self.doubts.on_tick(now))
         for message in self.drains.on_tick(now):
             self._send(message)

@@ -100,6 +100,8 @@ class Registry:
         """Messages that changed nothing, by reason."""
         self._prefills: dict[Fingerprint, dict[str, Worker]] | None = None
         """Usable prefill workers by fingerprint and endpoint; None when it must be built again."""
+        self._is_untold = False
+        """Decode workers may not have been told of the prefill workers as they are now."""
         self._unready_since: float | None = now
         """None exactly while a full pair could serve at the last tick."""
 
@@ -123,13 +125,29 @@ class Registry:
         if message.role is Role.PREFILL:
             # A heartbeat that says nothing new leaves what all others would have to go through.
             if _standing(known) != stood:
-                self._prefills = None
+                self._forget_prefills()
             return Registered(self._gateway, message.worker, message.seq)
         usable = self.prefills_for(known)
         was_paired = known.unpaired.union(before.paired)
         known.unpaired = was_paired.intersection(usable).difference(message.paired)
-        endpoints = tuple(usable)[: self._endpoints_max]
-        return Registered(self._gateway, message.worker, message.seq, endpoints)
+        return self._answer(known)
+
+    def _answer(self, decode: Worker) -> Registered:
+        """To its newest `Register`."""
+        endpoints = tuple(self.prefills_for(decode))[: self._endpoints_max]
+        return Registered(self._gateway, decode.incarnation, decode.register.seq, endpoints)
+
+    def _forget_prefills(self) -> None:
+        self._prefills = None
+        self._is_untold = True
+
+    def news(self) -> list[Registered]:
+        """Their answers once more, for decode workers, when prefill workers have come or gone since
+        this was last called: they need not wait for their next heartbeat."""
+        if not self._is_untold:
+            return []
+        self._is_untold = False
+        return [self._answer(worker) for worker in self._of_role(Role.DECODE)]
 
     def heard(self, worker: Incarnation, now: float) -> None:
         """Any message is a sign of life, but only a `Register` brings a lost worker back."""
@@ -145,7 +163,7 @@ class Registry:
             return False
         self._move(known, WorkerEvent.LEFT, now)
         self._clock.forget(worker)
-        self._prefills = None
+        self._forget_prefills()
         return True
 
     def on_tick(self, now: float) -> list[Incarnation]:
@@ -153,7 +171,7 @@ class Registry:
         silent = self._clock.tick(now)
         for incarnation in silent:
             self._move(self.workers[incarnation], WorkerEvent.SILENT, now)
-            self._prefills = None
+            self._forget_prefills()
         for worker in list(self.workers.values()):
             if worker.lost_at is not None and now - worker.lost_at > LOST_KEPT_SECONDS:
                 del self.workers[worker.incarnation]

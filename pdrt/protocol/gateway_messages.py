@@ -148,7 +148,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):
-    """Answers each `Register`; the gateway's heartbeat."""
+    """Answers each `Register`, again when prefill workers come or go; the gateway's heartbeat."""
 
     gateway: Incarnation
     worker: Incarnation

@@ -45,10 +45,12 @@ class Registration:
         return now >= self._due
 
     def registered(self, message: Registered, now: float) -> Incarnation | None:
-        """The gateway's answer; returns the incarnation that it makes a lost one, if any. An
-        answer to another worker or an old `Register` changes nothing."""
-        is_current = self._last_answer < message.seq <= self._seq
-        if message.worker != self._worker or not is_current:
+        """The gateway's answer; returns the incarnation that it makes a lost one, if any. The same
+        gateway may answer again, with other endpoints. An answer to another worker or an old
+        `Register` changes nothing."""
+        is_first = self._last_answer < message.seq <= self._seq
+        is_again = message.seq == self._last_answer and message.gateway == self.gateway
+        if message.worker != self._worker or not (is_first or is_again):
             return None
         self._last_answer = message.seq
         self._pause = self._interval

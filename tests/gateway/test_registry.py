@@ -51,6 +51,31 @@ def test_a_draining_prefill_worker_is_no_longer_named(registry: Registry) -> Non
     assert reply is not None and reply.prefill_endpoints == ()
 
 
+def test_decode_workers_are_told_at_once_of_prefill_workers_that_come_and_go(
+    registry: Registry,
+) -> None:
+    registry.on_register(decode(9, seq=4), 0.0)
+    assert registry.news() == []
+    registry.on_register(prefill(1), 0.1)
+    (news,) = registry.news()
+    assert (news.worker, news.seq, news.prefill_endpoints) == (9, 4, (endpoint(1),))
+    registry.on_register(prefill(1, seq=2), 0.2)
+    registry.on_register(decode(9, seq=5), 0.2)
+    assert registry.news() == [], "heartbeats are no news"
+    registry.on_gone(Incarnation(1), 0.3)
+    (news,) = registry.news()
+    assert (news.worker, news.seq, news.prefill_endpoints) == (9, 5, ())
+    assert registry.news() == []
+
+
+def test_lost_and_refused_workers_are_told_nothing(registry: Registry) -> None:
+    registry.on_register(decode(9), 0.0)
+    registry.on_register(decode(8), 0.0)
+    registry.on_gone(Incarnation(9), 0.1)
+    registry.on_register(prefill(1), 0.1)
+    assert [news.worker for news in registry.news()] == [8]
+
+
 def test_an_old_message_changes_nothing_and_is_counted(registry: Registry) -> None:
     registry.on_register(decode(9, seq=5, load=Load(running=1)), 0.0)
     assert registry.on_register(decode(9, seq=5, draining=True), 0.1) is None

@@ -60,6 +60,25 @@ def test_answer_to_another_worker_or_an_old_or_future_register_changes_nothing(
         assert registration.gateway == GATEWAY
 
 
+def test_the_gateway_may_answer_again_with_other_endpoints(registration: Registration) -> None:
+    seq = registration.next_seq(0.0)
+    registration.registered(answer(seq), 0.1)
+    assert registration.registered(Registered(GATEWAY, WORKER, seq, ()), 0.2) is None
+    assert (registration.gateway, registration.prefill_endpoints) == (GATEWAY, ())
+    stale = Registered(NEXT_GATEWAY, WORKER, seq, ENDPOINTS)
+    assert registration.registered(stale, 0.3) is None, "another one never got this `Register`"
+    assert (registration.gateway, registration.prefill_endpoints) == (GATEWAY, ())
+
+
+def test_what_a_lost_gateway_said_again_does_not_bring_it_back(registration: Registration) -> None:
+    seq = registration.next_seq(0.0)
+    registration.registered(answer(seq), 0.0)
+    for half in range(1, 14):
+        registration.handle_timer(half / 2)
+    assert registration.registered(answer(seq), 7.0) is None
+    assert registration.gateway is None
+
+
 def test_another_incarnation_makes_the_old_one_lost_once(registration: Registration) -> None:
     registration.registered(answer(registration.next_seq(0.0)), 0.1)
     message = answer(registration.next_seq(1.0), NEXT_GATEWAY)
