@@ -74,8 +74,6 @@ def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig])
 
     def announce(facts: dict[str, Any]) -> None:
         name_worker(facts["incarnation"])
-        gc.collect()
-        gc.freeze()
         tell(facts)
 
     return announce
@@ -83,9 +81,8 @@ def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig])
 
 @contextmanager
 def no_garbage() -> Iterator[None]:
-    """For imports, which make half a million objects to stay: the collector would go through them
-    again and again meanwhile (0.7 s of torch's and transformers' 5 s), and, were they not set
-    aside, in every full collection later (0.2 s, in which no token would be sent)."""
+    """For imports, which make half a million objects that stay: the collector would go through them
+    again and again, 0.7 s of torch's and transformers' 5 s, and then once per full collection."""
     gc.disable()
     try:
         yield

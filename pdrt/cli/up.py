@@ -39,7 +39,7 @@ from pdrt.errors import ConfigError
 from pdrt.model.resources import cpu_quota, parse_id_list
 
 STOP_GRACE_SECONDS = 5.0  # roles get their whole shutdown_timeout before `up` kills them
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
 TELL_SECONDS_MAX = 2.0  # a gateway that is busy for longer learns it by silence anyway
 REASONS_AFTER_SECONDS = 10.0  # a start that takes longer says why, whenever the reason changes
 
