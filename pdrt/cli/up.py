@@ -36,7 +36,8 @@ from pdrt.cli.terminal import Terminal
 from pdrt.cli.validate import validate
 from pdrt.config import ModelConfig, UpConfig
 from pdrt.errors import ConfigError
-from pdrt.model.resources import cpu_quota, parse_id_list
+from pdrt.model.cgroup import cpu_quota
+from pdrt.model.resources import parse_id_list
 
 STOP_GRACE_SECONDS = 5.0  # roles get their whole shutdown_timeout before `up` kills them
 POLL_SECONDS = 0.1

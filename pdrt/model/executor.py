@@ -17,13 +17,14 @@ from pdrt.kv.pool import KvPool
 from pdrt.model.adjust import advance_matchers, sampling_of
 from pdrt.model.attention import ForwardContext
 from pdrt.model.batch import Row, StepResult, validate_rows
+from pdrt.model.cgroup import available_memory_bytes, cpu_quota
 from pdrt.model.fetch import resolve_model
 from pdrt.model.grammar import Grammars
 from pdrt.model.identity import ModelIdentity, read_identity
 from pdrt.model.loader import LoadedModel, load_model
 from pdrt.model.logprobs import score
 from pdrt.model.placement import cuda_pool_bytes, limit_identity, pool_pages, select_device
-from pdrt.model.resources import ComputePlan, available_memory_bytes, cpu_quota, usable_cpus
+from pdrt.model.resources import ComputePlan, usable_cpus
 from pdrt.model.sampling import sample
 from pdrt.sampling import Sampling, TokenLogprobs
 

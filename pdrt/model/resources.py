@@ -1,12 +1,11 @@
 """What this process may use: cores, threads, memory, and the dtype its CPU computes fast in.
 
-The decisions are pure; the few functions that read the operating system only read.
+Decisions, pure; what there is, `pdrt.model.cgroup` reads.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -121,67 +120,3 @@ def cpu_flags() -> frozenset[str]:
         if name.strip() in {"flags", "Features"}:
             return frozenset(value.split())
     return frozenset()
-
-
-def cpu_quota() -> float | None:
-    """Cores' worth of time that this process's cgroup (v2 or v1) grants, or None."""
-    root = Path("/sys/fs/cgroup")
-    for folder in _cgroup_folders(root, "cpu"):
-        if text := _read(folder / "cpu.max"):
-            quota, _, period = text.partition(" ")
-            return None if quota == "max" else int(quota) / int(period)
-        microseconds = _read(folder / "cpu.cfs_quota_us")
-        of_period = _read(folder / "cpu.cfs_period_us")
-        if microseconds and of_period:
-            return None if int(microseconds) < 0 else int(microseconds) / int(of_period)
-    return None
-
-
-def available_memory_bytes() -> int:
-    """Bytes that can still be allocated: of the machine, and of this process's cgroup."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    available = os.sysconf("SC_AVPHYS_PAGES") * page_bytes
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for folder in _cgroup_folders(Path("/sys/fs/cgroup"), "memory"):
-        for limit_name, usage_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, usage = _read(folder / limit_name), _read(folder / usage_name)
-            if limit and usage and limit.isdecimal():
-                # Page cache counts as usage but gives way; what is mapped is what matters.
-                cache = _memory_stat(folder, {"inactive_file", "total_inactive_file"})
-                available = min(available, int(limit) - int(usage) + cache)
-    return max(0, available)
-
-
-def _memory_stat(folder: Path, names: Collection[str]) -> int:
-    for line in (_read(folder / "memory.stat") or "").splitlines():
-        name, _, value = line.partition(" ")
-        if name in names:
-            return int(value)
-    return 0
-
-
-def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Where this process's cgroup may show, the narrowest first; inside a container the path in
-    /proc/self/cgroup is the host's and may not exist, and the root is ours."""
-    folders: list[Path] = []
-    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        relative = path.lstrip("/")
-        if not controllers:
-            folders.append(root / relative)
-        elif controller in controllers.split(","):
-            folders.append(root / controllers / relative)
-            folders.append(root / controllers)
-    return [*folders, root, root / controller]
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

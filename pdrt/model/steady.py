@@ -10,7 +10,8 @@ import sys
 from pdrt.config import DeviceConfig
 from pdrt.kv.pool import KvPool
 from pdrt.kv.populate import populate
-from pdrt.model.resources import available_memory_bytes, cpu_quota, usable_cpus
+from pdrt.model.cgroup import available_memory_bytes, cpu_quota
+from pdrt.model.resources import usable_cpus
 
 GIL_SECONDS_MAX = 0.0005
 """How long the event loop may keep the GIL from the compute thread, which gives it up hundreds of

@@ -89,10 +89,7 @@ def test_kernels_store_bfloat16_on_any_processor(
     assert choose_dtype(requested, checkpoint, "cpu", {"avx2"}, has_kernels=True) == dtype
 
 
-def test_the_machine_can_be_read() -> None:
-    assert resources.available_memory_bytes() > 0
-    quota = resources.cpu_quota()
-    assert quota is None or quota > 0
+def test_the_processor_can_be_read() -> None:
     assert isinstance(resources.cpu_flags(), frozenset)
 
 

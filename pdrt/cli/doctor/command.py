@@ -18,7 +18,8 @@ from pdrt.cli.doctor.finding import GIB, Finding, Verdict, warning
 from pdrt.cli.flags import Parser
 from pdrt.cli.roles import has_cuda
 from pdrt.errors import ConfigError
-from pdrt.model.resources import available_memory_bytes, cpu_flags, cpu_quota
+from pdrt.model.cgroup import available_memory_bytes, cpu_quota
+from pdrt.model.resources import cpu_flags
 
 STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILS: "red bold"}
 PIPE_WIDTH = 160
