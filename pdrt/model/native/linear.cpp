@@ -6,8 +6,8 @@
 // Few rows (decode) are bound by memory: panels are streamed once, several at a time where the
 // registers allow, since the processor fetches ahead in each of several streams but not far enough
 // in one. Many rows (prefill) are bound by arithmetic: blocked so that the rows stay in L2 and a
-// chunk of a panel in L1 (Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication,
-// 2008); the rows themselves are used as they lie, as packing them did not pay.
+// chunk of a panel in L1, the rows copied so that a tile's are side by side (Goto and van de Geijn,
+// Anatomy of High-Performance Matrix Multiplication, 2008).
 //
 // Every element of the output is one sum along the inputs, in order, in one float. A row's result
 // is therefore the same to the bit in whatever batch it is computed, and with however many threads.
@@ -74,7 +74,7 @@ struct Tile {
     int64_t panel_stride;  // elements from one panel to the next
     int32_t depth;         // inputs
     const float *x;
-    int64_t x_stride;
+    int64_t x_stride;    // from row to row; of no meaning for rows that are packed
     const float *start;  // what the sums begin with, per output; null: with what `out` holds
     float *out;
     int64_t out_stride;
@@ -82,10 +82,26 @@ struct Tile {
     int64_t ahead_step;  // so many bytes of it per input
 };
 
-// Prefetching proceeds at so many places at once: more than one stream, as with several panels.
+// How the weights of a tile are used, which decides what is fetched ahead, and how.
+enum class Use {
+    STREAMED,  // once: several panels at a time, or one while the next is fetched at several places
+    SHARED,    // by a few tiles, each of which fetches its share of what is next
+    BLOCKED,   // likewise by many, whose rows are packed: [input][row]
+};
+
+// A single stream is fetched at so many places at once.
 constexpr int PLACES = 4;
 
-template <class Weight, int ROWS, int PANELS>
+// What step k of a tile fetches ahead.
+template <Use USE, class Weight>
+inline const char *ahead_of(const Tile<Weight> &tile, int k, int64_t place) {
+    if constexpr (USE == Use::STREAMED)
+        return tile.ahead + k % PLACES * place + k / PLACES * tile.ahead_step;
+    else
+        return tile.ahead + k * tile.ahead_step;
+}
+
+template <Use USE, class Weight, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void multiply(const Tile<Weight> &tile, int k,
                                                     Pair (&sums)[ROWS][PANELS]) {
     const Weight *weights = tile.panel + static_cast<int64_t>(k) * PANEL;
@@ -94,14 +110,15 @@ inline __attribute__((always_inline)) void multiply(const Tile<Weight> &tile, in
         const Pair pair = load_pair(weights + panel * tile.panel_stride);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
-            const float x = tile.x[row * tile.x_stride + k];
+            const float x = tile.x[USE == Use::BLOCKED ? k * ROWS + row
+                                                      : row * tile.x_stride + k];
             sums[row][panel].low += pair.low * x;
             sums[row][panel].high += pair.high * x;
         }
     }
 }
 
-template <class Weight, int ROWS, int PANELS>
+template <Use USE, class Weight, int ROWS, int PANELS>
 void compute(const Tile<Weight> &given) {
     const Tile<Weight> tile = given;  // a copy: stores to `out` cannot change it
     Pair sums[ROWS][PANELS];
@@ -114,15 +131,13 @@ void compute(const Tile<Weight> &given) {
         }
 
     const int64_t place = tile.ahead_step * tile.depth / PLACES;
-    const char *ahead = tile.ahead;
-    int k = 0;
-    for (; k + PLACES <= tile.depth; k += PLACES, ahead += tile.ahead_step)
-#pragma GCC unroll 16
-        for (int step = 0; step < PLACES; ++step) {
-            if constexpr (PANELS == 1) __builtin_prefetch(ahead + step * place, 0, 2);
-            multiply(tile, k + step, sums);
-        }
-    for (; k < tile.depth; ++k) multiply(tile, k, sums);
+    // Steps are unrolled by the compiler, late: written out here, they get more values into the
+    // air than there are registers.
+#pragma GCC unroll 4
+    for (int k = 0; k < tile.depth; ++k) {
+        if constexpr (PANELS == 1) __builtin_prefetch(ahead_of<USE>(tile, k, place), 0, 2);
+        multiply<USE>(tile, k, sums);
+    }
 
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row)
@@ -141,23 +156,23 @@ constexpr int streams(int rows) {
     return std::clamp(ROWS / rows, 1, STREAMS);
 }
 
-// The kernels by number of rows, from one: of one panel, and of as many as are streamed at once.
-template <class Weight, int... INDEX>
+// The kernels by number of rows, from one: for one panel, and for as many as are streamed at once.
+template <Use USE, class Weight, int... INDEX>
 constexpr std::array<Compute<Weight>, TILE_ROWS> one_panel(std::integer_sequence<int, INDEX...>) {
-    return {compute<Weight, INDEX + 1, 1>...};
+    return {compute<USE, Weight, INDEX + 1, 1>...};
 }
 template <class Weight, int... INDEX>
 constexpr std::array<Compute<Weight>, TILE_ROWS> streamed(std::integer_sequence<int, INDEX...>) {
-    return {compute<Weight, INDEX + 1, streams<Weight>(INDEX + 1)>...};
+    return {compute<Use::STREAMED, Weight, INDEX + 1, streams<Weight>(INDEX + 1)>...};
 }
 using Indices = std::make_integer_sequence<int, TILE_ROWS>;
-template <class Weight>
-constexpr std::array<Compute<Weight>, TILE_ROWS> ONE_PANEL = one_panel<Weight>(Indices());
+template <Use USE, class Weight>
+constexpr std::array<Compute<Weight>, TILE_ROWS> ONE_PANEL = one_panel<USE, Weight>(Indices());
 template <class Weight>
 constexpr std::array<Compute<Weight>, TILE_ROWS> STREAMED = streamed<Weight>(Indices());
 
 // One panel whose last outputs do not exist: through a buffer.
-template <class Weight>
+template <Use USE, class Weight>
 void compute_edge(Tile<Weight> tile, int rows, int width) {
     alignas(64) float buffer[TILE_ROWS * PANEL] = {};
     float *out = std::exchange(tile.out, buffer);
@@ -165,7 +180,7 @@ void compute_edge(Tile<Weight> tile, int rows, int width) {
     if (!tile.start)
         for (int row = 0; row < rows; ++row)
             std::copy_n(out + row * out_stride, width, buffer + row * PANEL);
-    ONE_PANEL<Weight>[rows - 1](tile);
+    ONE_PANEL<USE, Weight>[rows - 1](tile);
     for (int row = 0; row < rows; ++row)
         std::copy_n(buffer + row * PANEL, width, out + row * out_stride);
 }
@@ -216,20 +231,20 @@ const char *address(const Weight *weights) {
     return reinterpret_cast<const char *>(weights);
 }
 
-// Tiles of all `rows`, as even as can be, against the weights of one panel that `tile` names: what
-// depends on the rows is filled in here. Each prefetches its share of what is ahead.
-template <class Weight>
+// All tiles of `rows`, as even as can be, against the weights of one panel that `tile` names; its x
+// is that of the first row. Each tile prefetches its share of what is ahead.
+template <Use USE, class Weight>
 void compute_rows(const Layer &layer, Range rows, int panel, Tile<Weight> tile) {
     const int tiles = tiles_of(rows), width = layer.width(panel);
-    const float *x = tile.x;
+    const int64_t x_stride = USE == Use::BLOCKED ? tile.depth : tile.x_stride;
     for (int index = 0; index < tiles; ++index) {
         const Range part = rows.part(index, tiles);
-        tile.x = x + part.first * layer.x_stride;
         tile.out = layer.out + part.first * layer.out_stride + panel * PANEL;
         if (width < PANEL)
-            compute_edge(tile, part.size(), width);
+            compute_edge<USE>(tile, part.size(), width);
         else
-            ONE_PANEL<Weight>[part.size() - 1](tile);
+            ONE_PANEL<USE, Weight>[part.size() - 1](tile);
+        tile.x += part.size() * x_stride;
         tile.ahead += tile.ahead_step * tile.depth;
     }
 }
@@ -247,22 +262,20 @@ void stream(const Layer &layer, Range rows, Range panels) {
     const int tiles = tiles_of(rows);
     const int several = tiles == 1 ? streams<Weight>(rows.size()) : 1;
     const int whole = std::min(panels.end, layer.outputs / PANEL);  // end of those without an edge
-    Tile<Weight> tile = {nullptr, layer.panel_stride(), layer.inputs, layer.x, layer.x_stride,
-                         start, nullptr, layer.out_stride, nullptr, share<Weight>(tiles)};
+    Tile<Weight> tile = {nullptr, layer.panel_stride(), layer.inputs,
+                         layer.x + rows.first * layer.x_stride, layer.x_stride, start, nullptr,
+                         layer.out_stride, nullptr, share<Weight>(tiles)};
     for (int panel = panels.first; panel < panels.end;) {
-        const bool together = several > 1 && panel + several <= whole;
-        const int count = together ? several : 1;
+        const bool alone = tiles == 1 && panel + several <= whole;
+        const int count = alone ? several : 1;
         layer.fill_start(panel, count, start);
         tile.panel = layer.weights<Weight>(panel, 0);
         tile.ahead = address(layer.weights<Weight>(panel + 1, 0));
-        if (together) {
-            Tile<Weight> first = tile;
-            first.x += rows.first * layer.x_stride;
-            first.out = layer.out + rows.first * layer.out_stride + panel * PANEL;
-            STREAMED<Weight>[rows.size() - 1](first);
-        } else {
-            compute_rows(layer, rows, panel, tile);
-        }
+        tile.out = layer.out + rows.first * layer.out_stride + panel * PANEL;
+        if (alone)
+            STREAMED<Weight>[rows.size() - 1](tile);
+        else
+            compute_rows<Use::SHARED>(layer, rows, panel, tile);
         panel += count;
     }
 }
@@ -275,37 +288,71 @@ inline const float *widen(const Bf16 *chunk, int depth, float *buffer) {
     return buffer;
 }
 
-// A block of rows against some inputs of one panel, in chunks; `after` is what comes after those.
-template <class Weight>
-void panel_block(const Layer &layer, Range rows, Range inputs, int panel, const char *after) {
-    alignas(64) float start[PANEL], buffer[CHUNK * PANEL];
-    layer.fill_start(panel, 1, start);
-    const int chunks = ceil_div(inputs.size(), CHUNK);
-    for (int index = 0; index < chunks; ++index) {
-        const Range chunk = inputs.part(index, chunks);
-        const Weight *weights = layer.weights<Weight>(panel, chunk.first);
-        const bool last = chunk.end == inputs.end;
-        const char *ahead = last ? after : address(layer.weights<Weight>(panel, chunk.end));
-        compute_rows(layer, rows, panel,
-                     Tile<float>{widen(weights, chunk.size(), buffer), 0, chunk.size(),
-                                 layer.x + chunk.first, layer.x_stride,
-                                 chunk.first == 0 ? start : nullptr, nullptr, layer.out_stride,
-                                 ahead, share<Weight>(tiles_of(rows))});
+// A block: some rows and inputs, whose elements of x are packed.
+struct Block {
+    Range rows, inputs;
+    const float *x;  // chunk by chunk, and tile by tile in each
+
+    int chunks() const { return ceil_div(inputs.size(), CHUNK); }
+    Range chunk(int index) const { return inputs.part(index, chunks()); }
+    int64_t offset(Range chunk) const {
+        return static_cast<int64_t>(chunk.first - inputs.first) * rows.size();
+    }
+};
+
+void pack_tile(const float *x, int64_t x_stride, Range rows, Range inputs, float *to) {
+    for (int row = rows.first; row < rows.end; ++row)
+        for (int k = 0; k < inputs.size(); ++k)
+            to[k * rows.size() + row - rows.first] = x[row * x_stride + inputs.first + k];
+}
+
+void pack_block(const Layer &layer, const Block &block, float *buffer) {
+    const int tiles = tiles_of(block.rows);
+    for (int index = 0; index < block.chunks(); ++index) {
+        const Range chunk = block.chunk(index);
+        float *to = buffer + block.offset(chunk);
+        for (int tile = 0; tile < tiles; ++tile) {
+            const Range rows = block.rows.part(tile, tiles);
+            pack_tile(layer.x, layer.x_stride, rows, chunk, to);
+            to += rows.size() * chunk.size();
+        }
     }
 }
 
-// Many rows: blocks of rows and inputs that stay in L2, each against all panels.
+// A block against one panel, in chunks; `after` is what is needed after those.
+template <class Weight>
+void compute_block(const Layer &layer, const Block &block, int panel, const char *after) {
+    alignas(64) float start[PANEL], buffer[CHUNK * PANEL];
+    layer.fill_start(panel, 1, start);
+    for (int index = 0; index < block.chunks(); ++index) {
+        const Range chunk = block.chunk(index);
+        const Weight *weights = layer.weights<Weight>(panel, chunk.first);
+        const bool last = chunk.end == block.inputs.end;
+        const char *ahead = last ? after : address(layer.weights<Weight>(panel, chunk.end));
+        compute_rows<Use::BLOCKED>(
+            layer, block.rows, panel,
+            Tile<float>{widen(weights, chunk.size(), buffer), 0, chunk.size(),
+                        block.x + block.offset(chunk), 0, chunk.first == 0 ? start : nullptr,
+                        nullptr, layer.out_stride, ahead, share<Weight>(tiles_of(block.rows))});
+    }
+}
+
+// Many rows: blocks that stay in L2, each against all panels.
 template <class Weight>
 void blocked(const Layer &layer, Range rows, Range panels) {
+    alignas(64) float buffer[BLOCK_ELEMENTS];
     const int input_blocks = ceil_div(layer.inputs, BLOCK);
     const int block_rows = BLOCK_ELEMENTS / ceil_div(layer.inputs, input_blocks);
     const int row_blocks = ceil_div(rows.size(), block_rows);
     for (int r = 0; r < row_blocks; ++r)
         for (int i = 0; i < input_blocks; ++i) {
-            const Range inputs = Range{0, layer.inputs}.part(i, input_blocks);
+            const Block block = {rows.part(r, row_blocks),
+                                 Range{0, layer.inputs}.part(i, input_blocks), buffer};
+            pack_block(layer, block, buffer);
             for (int panel = panels.first; panel < panels.end; ++panel)
-                panel_block<Weight>(layer, rows.part(r, row_blocks), inputs, panel,
-                                    address(layer.weights<Weight>(panel + 1, inputs.first)));
+                compute_block<Weight>(
+                    layer, block, panel,
+                    address(layer.weights<Weight>(panel + 1, block.inputs.first)));
         }
 }
 
