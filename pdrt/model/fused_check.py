@@ -32,9 +32,10 @@ FLOAT32_TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 0.1
 """The same in bfloat16, where transformers rounds after every operation: SmolLM2-135M comes to
 0.03, nearly all of it transformers' distance from its own float32."""
-FAR_TOKENS_MAX = 2048
+FAR_TOKENS_MAX = 1024
 """Position that the check goes to: enough to tell rotations apart, and cheap."""
-CHUNK_TOKENS = 4
+FIRST_TOKENS = 8
+CHUNK_TOKENS = 3
 CHECK_SEED = 5
 PAST_PAGE = 0
 
@@ -44,16 +45,16 @@ class FusedDiffersError(Exception):
 
 
 class Check:
-    """Two steps: one page of a prompt; then a chunk and a decode step far on in other sequences,
-    to which that page stands for all that came before."""
+    """Two steps: the first page of a prompt; then a chunk and a decode step far on in other
+    sequences, to which that page stands for all that came before."""
 
     def __init__(self, layout: KvLayout, vocabulary: int, max_model_len: int) -> None:
         self._layout = layout
         self._generator = torch.Generator().manual_seed(CHECK_SEED)
         self._vocabulary = vocabulary
         self._pages = PAST_PAGE
-        first, chunk = (min(n, max_model_len) for n in (layout.page_size, CHUNK_TOKENS))
-        far = min(FAR_TOKENS_MAX, max_model_len)
+        first = min(FIRST_TOKENS, layout.page_size, max_model_len)
+        chunk, far = min(CHUNK_TOKENS, max_model_len), min(FAR_TOKENS_MAX, max_model_len)
         self._steps = [
             [self._row(first, 0)],
             [self._row(chunk, far - chunk), self._row(1, far // 2)],
