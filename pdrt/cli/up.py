@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from pdrt.cli import shortage
 from pdrt.cli.children import Children, GaveUp, Launch
 from pdrt.cli.cores import allowed_cpus, share_cores
 from pdrt.cli.deployment import (
@@ -36,7 +37,7 @@ from pdrt.cli.terminal import Terminal
 from pdrt.cli.validate import validate
 from pdrt.config import ModelConfig, UpConfig
 from pdrt.errors import ConfigError
-from pdrt.model.cgroup import cpu_quota
+from pdrt.model.cgroup import available_memory_bytes, cpu_quota
 from pdrt.model.resources import parse_id_list
 
 STOP_GRACE_SECONDS = 5.0  # roles get their whole shutdown_timeout before `up` kills them
@@ -68,15 +69,33 @@ def up(arguments: Sequence[str]) -> int:
 
 def _deploy(config: UpConfig, terminal: Terminal) -> Deployment:
     """Who gets what of this machine."""
-    shares = share_cores(_cpus(config), cpu_quota(), config.prefill_workers + config.decode_workers)
+    workers = config.prefill_workers + config.decode_workers
+    cpus, quota, gpus = _cpus(config), cpu_quota(), _gpus(config)
     model = _resolve_model(config.model, terminal)
-    deployment = deployment_of(config, model, shares, _gpus(config))
+    if not gpus:
+        if (lost := shortage.of_cores(len(cpus), quota, workers)) is not None:
+            terminal.say(lost)
+        config = _within_memory(config, model, workers, terminal)
+    deployment = deployment_of(config, model, share_cores(cpus, quota, workers), gpus)
     for name, worker in deployment.workers.items():
         validate(worker, has_cuda=has_cuda())
         gpu = "" if worker.device.gpus is None else f", GPU {worker.device.gpus}"
         cores = "any core" if worker.device.cpus is None else f"cores {worker.device.cpus}"
         terminal.say(f"{name}: {cores}, threads {worker.device.threads}{gpu}")
     return deployment
+
+
+def _within_memory(config: UpConfig, model: Path, workers: int, terminal: Terminal) -> UpConfig:
+    """With smaller pools where workers would together take more memory than there is."""
+    available = available_memory_bytes()
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    share = shortage.pool_share(available, weights, workers)
+    if share is None or config.model.kv_cache_memory_bytes is not None:
+        return config
+    terminal.say(shortage.of_memory(available, share, workers))
+    if share <= 0:
+        return config
+    return replace(config, model=replace(config.model, kv_cache_memory_bytes=share))
 
 
 def _cpus(config: UpConfig) -> tuple[int, ...]:

@@ -184,6 +184,8 @@ def test_each_worker_gets_its_cores_and_threads(tmp_path: Path) -> None:
     with running(tmp_path, "--cpus", str(cpus[0]), PDRT_THREADS="3") as up:
         up.wait_for(rf"prefill-0 \| pid=\d+ cpus={cpus[0]} threads=3")
         up.wait_for(rf"decode-0  \| pid=\d+ cpus={cpus[0]} threads=3")
+        assert "1 core for 2 workers: they take turns" in up.text()
+        up.wait_for("is ready at")
 
 
 def test_a_child_whose_parent_is_gone_does_not_run(tmp_path: Path) -> None:
