@@ -1,8 +1,5 @@
 // Linear layers for every number of rows, over weights that are packed once.
 //
-// Packed weights are panels of PANEL outputs, [panel][input][PANEL], so that one step along the
-// inputs reads one cache line of weights and multiplies it with a broadcast element of each row.
-//
 // Few rows (decode) are bound by memory: panels are streamed once, several at a time where the
 // registers allow, since the processor fetches ahead in each of several streams but not far enough
 // in one. Many rows (prefill) are bound by arithmetic: blocked so that the rows stay in L2 and a
@@ -14,20 +11,12 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <array>
-#include <cstring>
-#include <utility>
 
 #include "kernels.h"
-#include "vector.h"
+#include "linear_tile.h"
 
 namespace {
 
-constexpr int PANEL = 2 * LANES;
-// Rows of a tile: two accumulators for each of them leave a few registers over.
-constexpr int TILE_ROWS = VECTOR_BYTES == 64 ? 12 : 6;
-// Panels that are streamed at once: with more, the memory delivers no more.
-constexpr int STREAMS = 4;
 // Up to so many tiles of rows, a panel is used so few times that it is streamed, not blocked.
 constexpr int STREAMED_TILES = 2;
 // Inputs of a chunk: with the rows of a tile it fits into the 32 KB of a small L1 cache.
@@ -35,154 +24,10 @@ constexpr int CHUNK = 20480 / (PANEL * static_cast<int>(sizeof(float)));
 // Inputs of a block, and elements of x in one (256 KB): half of a small L2 cache.
 constexpr int BLOCK = 1024;
 constexpr int BLOCK_ELEMENTS = 1 << 16;
-// Multiplications that are worth another thread: some tens of microseconds.
-constexpr int64_t THREAD_WORK = 1 << 18;
-
-struct Pair {
-    Floats low, high;
-};
-
-inline Pair load_pair(const float *from) { return {load(from), load(from + LANES)}; }
-
-// A word holds an output of the first vector in its lower half and one of the second in its upper.
-inline Pair load_pair(const Bf16 *from) {
-    Words words;
-    std::memcpy(&words, from, sizeof words);
-    return {as_floats(words << 16), as_floats(words & 0xffff0000u)};
-}
-
-inline void store_pair(float *to, const Pair &pair) {
-    store(to, pair.low);
-    store(to + LANES, pair.high);
-}
-
-// Where output `column` of a panel lies within a step.
-constexpr int position(const float *, int column) { return column; }
-constexpr int position(const Bf16 *, int column) { return column % LANES * 2 + column / LANES; }
-
-constexpr int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // Where part `index` of `parts` begins, of `total` split evenly.
 constexpr int split(int64_t total, int64_t index, int64_t parts) {
     return static_cast<int>(total * index / parts);
-}
-
-// Some rows of x against one panel or a few, or against a chunk of their inputs.
-template <class Weight>
-struct Tile {
-    const Weight *panel;
-    int64_t panel_stride;  // elements from one panel to the next
-    int32_t depth;         // inputs
-    const float *x;
-    int64_t x_stride;    // from row to row; of no meaning for rows that are packed
-    const float *start;  // what the sums begin with, per output; null: with what `out` holds
-    float *out;
-    int64_t out_stride;
-    const char *ahead;   // what to prefetch meanwhile, where there is one panel
-    int64_t ahead_step;  // so many bytes of it per input
-};
-
-// How the weights of a tile are used, which decides what is fetched ahead, and how.
-enum class Use {
-    STREAMED,  // once: several panels at a time, or one while the next is fetched at several places
-    SHARED,    // by a few tiles, each of which fetches its share of what is next
-    BLOCKED,   // likewise by many, whose rows are packed: [input][row]
-};
-
-// A single stream is fetched at so many places at once.
-constexpr int PLACES = 4;
-
-// What step k of a tile fetches ahead.
-template <Use USE, class Weight>
-inline const char *ahead_of(const Tile<Weight> &tile, int k, int64_t place) {
-    if constexpr (USE == Use::STREAMED)
-        return tile.ahead + k % PLACES * place + k / PLACES * tile.ahead_step;
-    else
-        return tile.ahead + k * tile.ahead_step;
-}
-
-template <Use USE, class Weight, int ROWS, int PANELS>
-inline __attribute__((always_inline)) void multiply(const Tile<Weight> &tile, int k,
-                                                    Pair (&sums)[ROWS][PANELS]) {
-    const Weight *weights = tile.panel + static_cast<int64_t>(k) * PANEL;
-#pragma GCC unroll 16
-    for (int panel = 0; panel < PANELS; ++panel) {
-        const Pair pair = load_pair(weights + panel * tile.panel_stride);
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row) {
-            const float x = tile.x[USE == Use::BLOCKED ? k * ROWS + row
-                                                      : row * tile.x_stride + k];
-            sums[row][panel].low += pair.low * x;
-            sums[row][panel].high += pair.high * x;
-        }
-    }
-}
-
-template <Use USE, class Weight, int ROWS, int PANELS>
-void compute(const Tile<Weight> &given) {
-    const Tile<Weight> tile = given;  // a copy: stores to `out` cannot change it
-    Pair sums[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 16
-        for (int panel = 0; panel < PANELS; ++panel) {
-            const float *start = tile.start ? tile.start : tile.out + row * tile.out_stride;
-            sums[row][panel] = load_pair(start + panel * PANEL);
-        }
-
-    const int64_t place = tile.ahead_step * tile.depth / PLACES;
-    // Steps are unrolled by the compiler, late: written out here, they get more values into the
-    // air than there are registers.
-#pragma GCC unroll 4
-    for (int k = 0; k < tile.depth; ++k) {
-        if constexpr (PANELS == 1) __builtin_prefetch(ahead_of<USE>(tile, k, place), 0, 2);
-        multiply<USE>(tile, k, sums);
-    }
-
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 16
-        for (int panel = 0; panel < PANELS; ++panel)
-            store_pair(tile.out + row * tile.out_stride + panel * PANEL, sums[row][panel]);
-}
-
-template <class Weight>
-using Compute = void (*)(const Tile<Weight> &);
-
-// bfloat16's mask takes a register that another row's accumulators would need.
-template <class Weight>
-constexpr int streams(int rows) {
-    constexpr int ROWS = TILE_ROWS - (sizeof(Weight) < sizeof(float) ? 1 : 0);
-    return std::clamp(ROWS / rows, 1, STREAMS);
-}
-
-// The kernels by number of rows, from one: for one panel, and for as many as are streamed at once.
-template <Use USE, class Weight, int... INDEX>
-constexpr std::array<Compute<Weight>, TILE_ROWS> one_panel(std::integer_sequence<int, INDEX...>) {
-    return {compute<USE, Weight, INDEX + 1, 1>...};
-}
-template <class Weight, int... INDEX>
-constexpr std::array<Compute<Weight>, TILE_ROWS> streamed(std::integer_sequence<int, INDEX...>) {
-    return {compute<Use::STREAMED, Weight, INDEX + 1, streams<Weight>(INDEX + 1)>...};
-}
-using Indices = std::make_integer_sequence<int, TILE_ROWS>;
-template <Use USE, class Weight>
-constexpr std::array<Compute<Weight>, TILE_ROWS> ONE_PANEL = one_panel<USE, Weight>(Indices());
-template <class Weight>
-constexpr std::array<Compute<Weight>, TILE_ROWS> STREAMED = streamed<Weight>(Indices());
-
-// One panel whose last outputs do not exist: through a buffer.
-template <Use USE, class Weight>
-void compute_edge(Tile<Weight> tile, int rows, int width) {
-    alignas(64) float buffer[TILE_ROWS * PANEL] = {};
-    float *out = std::exchange(tile.out, buffer);
-    const int64_t out_stride = std::exchange(tile.out_stride, PANEL);
-    if (!tile.start)
-        for (int row = 0; row < rows; ++row)
-            std::copy_n(out + row * out_stride, width, buffer + row * PANEL);
-    ONE_PANEL<USE, Weight>[rows - 1](tile);
-    for (int row = 0; row < rows; ++row)
-        std::copy_n(buffer + row * PANEL, width, out + row * out_stride);
 }
 
 // One call of pdrt_linear.
@@ -392,75 +237,9 @@ void run(const Layer &layer) {
     }
 }
 
-// Inputs that are transposed at a time: a stretch of each row against a panel's part in L1.
-constexpr int PACK_INPUTS = 64;
-
-template <class Weight>
-void pack_panel(const Weight *weight, int inputs, int outputs, Weight *panel, int first) {
-    for (int k0 = 0; k0 < inputs; k0 += PACK_INPUTS)
-        for (int column = 0; column < PANEL; ++column) {
-            const int output = first + column;
-            if (output < 0 || output >= outputs) continue;
-            const Weight *from = weight + static_cast<int64_t>(output) * inputs;
-            Weight *to = panel + position(panel, column);
-            for (int k = k0; k < std::min(inputs, k0 + PACK_INPUTS); ++k)
-                to[static_cast<int64_t>(k) * PANEL] = from[k];
-        }
-}
-
-// The outputs of the last panel that do not exist: they are computed, and must not trap or stall.
-template <class Weight>
-void clear_tail(Weight *packed, int inputs, int total) {
-    Weight *panel = packed + static_cast<int64_t>(total / PANEL) * inputs * PANEL;
-    for (int column = total % PANEL; column < PANEL; ++column)
-        for (int k = 0; k < inputs; ++k)
-            panel[static_cast<int64_t>(k) * PANEL + position(panel, column)] = Weight{};
-}
-
-template <class Weight>
-void pack(const Weight *weight, int inputs, int outputs, Weight *packed, int at, int total) {
-#pragma omp parallel for schedule(static)
-    for (int panel = at / PANEL; panel < ceil_div(at + outputs, PANEL); ++panel)
-        pack_panel(weight, inputs, outputs, packed + static_cast<int64_t>(panel) * inputs * PANEL,
-                   panel * PANEL - at);
-    if (at + outputs == total && total % PANEL != 0) clear_tail(packed, inputs, total);
-}
-
-template <class Weight>
-void unpack_rows(const Weight *packed, const int64_t *ids, float *out, int rows, int inputs,
-                 float scale) {
-#pragma omp parallel for schedule(static) if (static_cast<int64_t>(rows) * inputs > THREAD_WORK)
-    for (int row = 0; row < rows; ++row) {
-        const Weight *panel = packed + ids[row] / PANEL * inputs * PANEL;
-        const Weight *from = panel + position(panel, static_cast<int>(ids[row] % PANEL));
-        float *to = out + static_cast<int64_t>(row) * inputs;
-        for (int k = 0; k < inputs; ++k)
-            to[k] = scale * to_float(from[static_cast<int64_t>(k) * PANEL]);
-    }
-}
-
 }  // namespace
 
 extern "C" {
-
-int64_t pdrt_packed_bytes(int32_t type, int32_t inputs, int32_t outputs) {
-    const int64_t bytes = type == PDRT_BF16 ? sizeof(Bf16) : sizeof(float);
-    return ceil_div(outputs, PANEL) * bytes * PANEL * inputs;
-}
-
-int pdrt_pack(int32_t type, const void *weight, int32_t inputs, int32_t outputs, void *packed,
-              int32_t at, int32_t total) {
-    if (inputs < 1 || outputs < 1 || at < 0 || at > total - outputs) return -1;
-    if (type == PDRT_F32)
-        pack(static_cast<const float *>(weight), inputs, outputs, static_cast<float *>(packed), at,
-             total);
-    else if (type == PDRT_BF16)
-        pack(static_cast<const Bf16 *>(weight), inputs, outputs, static_cast<Bf16 *>(packed), at,
-             total);
-    else
-        return -1;
-    return 0;
-}
 
 void pdrt_linear(int32_t type, const void *packed, const float *bias, const float *x,
                  int64_t x_stride, float *out, int64_t out_stride, int32_t rows, int32_t inputs,
@@ -471,14 +250,6 @@ void pdrt_linear(int32_t type, const void *packed, const float *bias, const floa
         run<float>(layer);
     else
         run<Bf16>(layer);
-}
-
-void pdrt_packed_rows(int32_t type, const void *packed, const int64_t *ids, float *out,
-                      int32_t rows, int32_t inputs, int32_t, float scale) {
-    if (type == PDRT_F32)
-        unpack_rows(static_cast<const float *>(packed), ids, out, rows, inputs, scale);
-    else
-        unpack_rows(static_cast<const Bf16 *>(packed), ids, out, rows, inputs, scale);
 }
 
 }  // extern "C"

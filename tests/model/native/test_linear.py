@@ -32,7 +32,7 @@ UNTOUCHED = 12345.0
 @pytest.fixture(scope="module", params=[*usable_libraries(), "wide"])
 def kernels(request: pytest.FixtureRequest, build_wide_kernels: BuildKernels) -> Kernels:
     if request.param == "wide":
-        return build_wide_kernels(["linear"])
+        return build_wide_kernels(["linear", "pack"])
     return open_kernels(library_path(request.param))
 
 
