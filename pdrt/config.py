@@ -192,6 +192,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     requests_max: Annotated[Count, _doc("requests in flight before 429")] = 4096
     workers_max: Annotated[Count, _doc("workers that may register")] = 4096
     attempts_max: Annotated[Count, _doc("decode workers one request may be sent to")] = 3
+    cpus: Annotated[
+        str | None, _doc("cores that it keeps to, as in 0 or 2-5; up names those of prefill")
+    ] = None
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
     api: ApiConfig = ApiConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -55,8 +55,11 @@ def deployment_of(
             model=replace(named, gpu_memory_utilization=memory),
             device=_device(up.device, share, gpu),
         )
+    # Beside prefill, where it costs some first tokens a little; decode would be late with all.
+    beside = [cpu for share in shares[: up.prefill_workers] for cpu in share.cpus]
     gateway = replace(
         _shared_fields(up, GatewayConfig),
+        cpus=ranges(tuple(sorted(set(beside)))) if beside else None,
         worker_host=LOOPBACK,
         model=str(model),
         served_model_name=named.served_model_name,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from pdrt.gateway.app import build_app
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.served_model import ServedModel, load_served_model
 from pdrt.ids import new_incarnation, short
+from pdrt.model.resources import parse_id_list
 from pdrt.observe.http_server import HttpServer
 from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.transfer.channel import RouterChannel
@@ -45,15 +46,23 @@ def run(config: GatewayConfig, announce: Announce) -> int:
     `announce` is called once, with the addresses, when clients and workers can connect.
 
     Raises:
-        ConfigError: an address cannot be bound.
+        ConfigError: an address cannot be bound, or a core not be used.
         ModelError: the model has no tokenizer, or cannot be served.
     """
     model, digests = load_served_model(config)
-    # What is loaded stays: walking it again and again would hold up every stream.
-    gc.collect()
-    gc.freeze()
+    _keep_to(config.cpus)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config, model, digests, announce))
+
+
+def _keep_to(cpus: str | None) -> None:
+    """All threads that start from now on, and this one."""
+    if cpus is None:
+        return
+    try:
+        os.sched_setaffinity(0, parse_id_list(cpus, "--cpus"))
+    except OSError as error:
+        raise ConfigError(f"--cpus {cpus}: {error.strerror}; name cores of this machine") from error
 
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

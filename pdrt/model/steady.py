@@ -3,7 +3,6 @@ step that need not."""
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 
@@ -19,15 +18,10 @@ times a step. Python's own default is 5 ms: a third of a step, whenever the loop
 
 
 def steady(pool: KvPool, device: DeviceConfig) -> None:
-    """Blocks for the time of one full garbage collection.
-
-    Everything that is loaded is exempt from garbage collection: walking the objects of torch and
-    transformers, 360,000, stops all threads for a tenth of a second and more. The thread that
-    calls this, the event loop's, and those that it starts later, of sockets and copies, stay on the
-    worker's own cores: a worker takes none of another one's time. And the pool is made resident.
-    """
-    gc.collect()
-    gc.freeze()
+    """The thread that calls this, the event loop's, and those that it starts later, of sockets and
+    copies, keep to the worker's own cores: the copies of a hand-over, megabytes a prompt, cost the
+    worker that sends them, and not the steps of the one that receives. And the pool is made
+    resident."""
     sys.setswitchinterval(GIL_SECONDS_MAX)
     os.sched_setaffinity(0, usable_cpus(os.sched_getaffinity(0), cpu_quota(), device).cpus)
     if pool.fd is not None:
