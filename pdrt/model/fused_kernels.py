@@ -11,6 +11,8 @@ from pdrt.model.fused_structure import Norm
 from pdrt.model.native.library import Kernels, dtype_code
 from pdrt.model.native.step import StepArrays
 
+FLOAT32 = 0
+"""PDRT_F32."""
 GATE_SILU, GATE_GELU_TANH = 0, 1
 """PDRT_SILU and PDRT_GELU_TANH."""
 
@@ -40,7 +42,10 @@ class FusedKernels:
         code = dtype_code(activations)
         assert code is not None, activations
         self.isa = kernels.isa
-        self._lib = kernels.lib
+        lib = kernels.lib
+        self._rms_norm, self._add_rms_norm = lib.pdrt_rms_norm, lib.pdrt_add_rms_norm
+        self._head_norm, self._gate = lib.pdrt_head_norm, lib.pdrt_gate
+        self._rope_store, self._attend = lib.pdrt_rope_store, lib.pdrt_attend
         self._type = code
         self._itemsize = activations.itemsize
         self._heads = heads
@@ -49,8 +54,9 @@ class FusedKernels:
         """`out = norm(x)`, both (rows, width); may be the same tensor. `x` is of the activations'
         type, or float32."""
         rows, width = x.shape
-        self._lib.pdrt_rms_norm(
-            dtype_code(x.dtype), x.data_ptr(), norm.weight.data_ptr(), self._type, out.data_ptr(),
+        x_type = FLOAT32 if x.dtype is torch.float32 else self._type
+        self._rms_norm(
+            x_type, x.data_ptr(), norm.weight.data_ptr(), self._type, out.data_ptr(),
             rows, width, norm.epsilon,
         )  # fmt: skip
         return out
@@ -58,7 +64,7 @@ class FusedKernels:
     def add_rms_norm(self, residual: Tensor, added: Tensor, norm: Norm, out: Tensor) -> Tensor:
         """`residual += added; out = norm(residual)`, all (rows, hidden), contiguous."""
         rows, width = residual.shape
-        self._lib.pdrt_add_rms_norm(
+        self._add_rms_norm(
             residual.data_ptr(), self._type, added.data_ptr(), norm.weight.data_ptr(),
             out.data_ptr(), rows, width, norm.epsilon,
         )  # fmt: skip
@@ -68,7 +74,7 @@ class FusedKernels:
         """Norm in place of elements `[first, first + width)` of each row: per head, or of all
         heads at once, as the norm's weight is wide."""
         each = norm.weight.shape[0]
-        self._lib.pdrt_head_norm(
+        self._head_norm(
             self._type, projected.data_ptr() + first * self._itemsize, projected.stride(0),
             projected.shape[0], width // each, each, norm.weight.data_ptr(), norm.epsilon,
         )  # fmt: skip
@@ -90,7 +96,7 @@ class FusedKernels:
         if rotation is not None:
             cos, sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
             rotary = 2 * rotation.cos.shape[1]
-        refused = self._lib.pdrt_rope_store(
+        refused = self._rope_store(
             step.pool, step.step, layer, self._heads, self._type, query, stride, key, stride,
             value, stride, cos, sin, rotary,
         )  # fmt: skip
@@ -106,7 +112,7 @@ class FusedKernels:
         Raises:
             ModelError: the kernels do not know the shape.
         """
-        refused = self._lib.pdrt_attend(
+        refused = self._attend(
             step.pool, step.step, layer, self._heads, self._type, projected.data_ptr(),
             projected.stride(0), out.data_ptr(), out.stride(0), call.scaling, call.softcap,
             call.window,
@@ -119,5 +125,5 @@ class FusedKernels:
         """`out = act(gate) * up`; (rows, 2 * width) to (rows, width), contiguous."""
         rows, width = out.shape
         kind = GATE_GELU_TANH if is_gelu else GATE_SILU
-        self._lib.pdrt_gate(self._type, kind, gate_up.data_ptr(), out.data_ptr(), rows, width)
+        self._gate(self._type, kind, gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
