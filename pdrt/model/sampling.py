@@ -236,16 +236,19 @@ def _bound(peaks: Tensor, vocabulary: int, filters: _Filters, mass: Tensor) -> T
     """(rows, 1), above 0: no token below it is kept by the row's first filter.
 
     Top-k: as many blocks of the vocabulary have a token that reaches the k-th largest of the
-    blocks' peaks. Top-p: all tokens below an equal share of what it leaves out come to less than
-    that, and so lie outside; half of it, as sums are rounded.
+    blocks' peaks. Top-p: where the largest peaks alone come to its share, nothing below them is
+    kept; and all tokens below an equal share of what it leaves out come to less than that, and so
+    lie outside: half of it, as sums are rounded.
     """
+    # One more, that every token reaches: where there are too few peaks.
+    ordered = F.pad(peaks.sort(dim=-1, descending=True).values, (0, 1))
+    last = peaks.shape[-1]
+    kth = ordered.gather(1, (filters.top_k - 1).clamp(max=last))
+    enough = (ordered.double().cumsum(dim=-1) < filters.top_p * mass).sum(dim=-1, keepdim=True)
+    reached = ordered.gather(1, enough.clamp(max=last))
     share = (0.5 * (1 - filters.top_p) * mass / vocabulary).to(peaks.dtype)
-    bound = torch.where(filters.is_top_p, share, filters.min_p)
-    if bool(filters.is_top_k.any()):
-        # One more, that every token reaches: where k exceeds the number of blocks.
-        ordered = F.pad(peaks.sort(dim=-1, descending=True).values, (0, 1))
-        kth = ordered.gather(1, (filters.top_k - 1).clamp(max=peaks.shape[-1]))
-        bound = torch.where(filters.is_top_k, kth, bound)
+    bound = torch.where(filters.is_top_p, torch.maximum(reached, share), filters.min_p)
+    bound = torch.where(filters.is_top_k, kth, bound)
     return bound.clamp_(min=torch.finfo(peaks.dtype).tiny)
 
 
