@@ -130,6 +130,7 @@ def test_a_restarted_gateway_comes_back_on_both_its_ports(tmp_path: Path) -> Non
 
 def test_a_killed_worker_comes_back(tmp_path: Path) -> None:
     with running(tmp_path) as up:
+        up.wait_for("is ready at")  # a gateway that is not up yet need not be told
         (first,) = up.pids("decode-0")
         os.kill(first, signal.SIGKILL)
         assert up.pids("decode-0", 2)[1] != first
@@ -172,6 +173,7 @@ def test_a_length_that_the_model_does_not_have_is_refused_before_anything_starts
 
 def test_a_worker_that_is_asked_to_leave_is_started_anew_at_once(tmp_path: Path) -> None:
     with running(tmp_path) as up:
+        up.wait_for("is ready at")
         (first,) = up.pids("decode-0")
         os.kill(first, signal.SIGTERM)
         assert up.pids("decode-0", 2)[1] != first
