@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 import uvloop
+from bars import Document
+from documents import Output, add_flags, finish
+from rows import Figures, Row, Take, flat, print_rows, repeat, unclean
+from stand_in import LAYOUT, StandIn
 
 from pdrt.config import SchedulerConfig, WorkerConfig
 from pdrt.decode.worker import DecodeWorker
 from pdrt.ids import Incarnation, RequestId, RoomId, new_incarnation
-from pdrt.kv.layout import KvLayout
-from pdrt.kv.pool import KvPool
-from pdrt.model.batch import Row, StepResult
 from pdrt.model.identity import ModelIdentity
 from pdrt.protocol.codec import encode
 from pdrt.protocol.gateway_messages import Register, Registered, Submit
@@ -40,7 +37,6 @@ from pdrt.transfer.worker_loop import ExitCode
 
 BATCHES = (1, 8, 64)
 CONTEXT_TOKENS = 256
-LAYOUT = KvLayout(page_size=16, kv_heads=1, layers=1, head_dim=2, dtype="float32")
 FRAME_BYTES = 1 << 24
 
 
@@ -69,39 +65,20 @@ class Clock:
         self._ended_at = time.perf_counter()
 
 
-class InstantExecutor:
-    """As `Executor`, with a forward that takes one turn of the event loop."""
-
-    def __init__(self, pages: int, clock: Clock) -> None:
-        self.identity = ModelIdentity(
-            name="instant",
-            digest="0",
-            max_model_len=1 << 20,
-            vocab_size=1 << 16,
-            eos_token_ids=(0,),
-            architecture="Instant",
-        )
-        self.layout = LAYOUT
-        self.pages = pages
-        self.pool = KvPool(LAYOUT, pages, torch.device("cpu"))
-        self._clock = clock
-
-    def step_age(self, now: float) -> float:
-        return 0.0
-
-    def step(self, rows: Sequence[Row]) -> asyncio.Future[StepResult]:
-        self._clock.begun()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[StepResult] = loop.create_future()
-        count = len(rows)
-        result = StepResult([7] * count, 0.0, [None] * count, [()] * count)
-        loop.call_soon(self._end, future, result)
-        return future
-
-    def _end(self, future: asyncio.Future[StepResult], result: StepResult) -> None:
-        if not future.done():
-            self._clock.ended()
-            future.set_result(result)
+def instant_executor(pages: int, clock: Clock) -> StandIn:
+    """Its forwards take one turn of the event loop."""
+    identity = ModelIdentity(
+        name="instant",
+        digest="0",
+        max_model_len=1 << 20,
+        vocab_size=1 << 16,
+        eos_token_ids=(0,),
+        architecture="Instant",
+    )
+    executor = StandIn(identity, pages, lambda rows: 0.0)
+    executor.begun = lambda rows: clock.begun()
+    executor.ended = lambda rows: clock.ended()
+    return executor
 
 
 async def gateway() -> None:
@@ -140,10 +117,10 @@ def join(worker: DecodeWorker, gateway: Incarnation, serial: int) -> None:
     worker.scheduler.ready(request, pages.all, CONTEXT_TOKENS, now)
 
 
-async def measure(batch: int, steps: int, address: str, peer: Incarnation) -> dict[str, float]:
+async def measure(batch: int, steps: int, address: str, peer: Incarnation) -> Figures:
     clock = Clock(warm_up=steps // 4, steps=steps)
     each = LAYOUT.pages_for(CONTEXT_TOKENS + 2 * steps)
-    executor = InstantExecutor(batch * each, clock)
+    executor = instant_executor(batch * each, clock)
     limits = SchedulerConfig(max_num_seqs=batch, stream_tokens_max=1 << 30)
     worker = DecodeWorker(WorkerConfig(gateway=(address,), scheduler=limits), executor)  # type: ignore[arg-type]
     running = asyncio.create_task(worker.run())
@@ -157,26 +134,29 @@ async def measure(batch: int, steps: int, address: str, peer: Incarnation) -> di
     await running
     executor.pool.close()
     return {
-        "batch": batch,
         "between_ms": statistics.median(clock.between) * 1e3,
         "between_p99_ms": statistics.quantiles(clock.between, n=100)[98] * 1e3,
         "step_ms": clock.cpu_seconds / steps * 1e3,
     }
 
 
-async def measure_all(steps: int, address: str, peer: Incarnation) -> list[dict[str, float]]:
-    return [await measure(batch, steps, address, peer) for batch in BATCHES]
+async def measure_all(options: argparse.Namespace, address: str, peer: Incarnation) -> list[Row]:
+    def take(batch: int) -> Take:
+        return lambda _: measure(batch, options.steps, address, peer)
+
+    return [await repeat(f"batch_{batch}", take(batch), (), options.repeats) for batch in BATCHES]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000, help="measured steps per batch size")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--repeats", type=int, default=3, help="medians of so many clean runs")
     parser.add_argument("--gateway", action="store_true", help=argparse.SUPPRESS)
+    add_flags(parser)
     options = parser.parse_args()
     if options.gateway:
         uvloop.run(gateway())
-        return
+        return 0
     with subprocess.Popen(
         [sys.executable, __file__, "--gateway"],
         stdin=subprocess.PIPE,
@@ -186,13 +166,11 @@ def main() -> None:
         assert peer.stdout is not None
         port, incarnation = peer.stdout.readline().split()
         address, name = f"127.0.0.1:{port}", Incarnation(int(incarnation))
-        results = uvloop.run(measure_all(options.steps, address, name))
-    print(f"{'batch':>5}{'between ms':>14}{'p99 ms':>10}{'step ms':>11}")
-    for result in results:
-        print("{batch:5}{between_ms:14.3f}{between_p99_ms:10.3f}{step_ms:11.3f}".format(**result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2))
+        rows = uvloop.run(measure_all(options, address, name))
+    print_rows(rows)
+    document = Document("control", flat(rows), unclean(rows))
+    return finish(document, {"rows": rows}, Output(options.json, options.check))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -36,7 +36,7 @@ from pdrt.model.identity import read_identity
 from pdrt.model.placement import limit_identity
 
 STREAMS = 256
-TOKENS = 200
+TOKENS = 800
 """Of each stream."""
 WARM_UP_TOKENS = 5
 """That every stream has had before the measured time begins."""
@@ -59,7 +59,7 @@ class Stream(asyncio.Protocol):
         events: so far. Never more than tokens: those that find a client busy share one. So what an
             event costs is no flattering figure of what a token does.
         is_whole: it has all its tokens.
-        over: set when the answer is complete, or the connection gone.
+        over: set when the answer has ended, or the connection is gone.
     """
 
     def __init__(self, request: bytes, reads: bool) -> None:
@@ -139,6 +139,8 @@ async def streams(service: Service, count: int) -> Figures:
     """`count` streams side by side, from the moment when all of them run until the first ends."""
     made = [await service.stream(TOKENS) for _ in range(count)]
     await _until(lambda: all(stream.events > WARM_UP_TOKENS for stream in made), "all streams run")
+    if any(stream.over.is_set() for stream in made):
+        raise PdrtError("a stream ended before all had begun: this machine is too busy")
     cpu, events, began = service.cpu_seconds(), _events(made), time.perf_counter()
     await _until(lambda: any(stream.over.is_set() for stream in made), "the first stream ends")
     cpu, events = service.cpu_seconds() - cpu, _events(made) - events
@@ -266,7 +268,8 @@ def main() -> int:
     add_flags(parser)
     options = parser.parse_args()
     if options.worker:
-        uvloop.run(work(*options.worker, options.model))
+        role, address = options.worker
+        uvloop.run(work(role, address, options.model))
         return 0
     try:
         rows = uvloop.run(measure(options.model, options.repeats))

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from bars import Document
+from documents import Output, finish
+
 SAMPLE = re.compile(r"^pdrt_handover_seconds_(sum|count)\{(.*)\} ([0-9.e+-]+)$")
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -129,13 +132,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=49000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures here")
     args = parser.parse_args()
     figures = {**room_phases(args), **asyncio.run(abort_times(args))}
     for name, milliseconds in figures.items():
         print(f"{milliseconds:10.2f} ms  {name}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2))
+    named = {f"room.{name}": milliseconds for name, milliseconds in figures.items()}
+    finish(Document("handover", dict(named)), {"url": args.url}, Output(args.json))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Standard:
             words = max(1, round(words * tokens / found))
         return words
 
-    async def _run(self, plan: Plan, draw: random.Random) -> Run:
+    async def run(self, plan: Plan, draw: random.Random) -> Run:
         """After one request that does not count."""
         shape = await self._text_shape(plan)
         await self.send(text_body(shape, draw))
@@ -111,22 +111,22 @@ class Standard:
 
     async def _plain(self, name: str, attempt: int) -> Figures:
         draw = random.Random(f"{name} {self._settings.seed} {attempt}")
-        return figures_of(_served(await self._run(PLANS[name], draw)))
+        return figures_of(served(await self.run(PLANS[name], draw)))
 
     async def _mixed(self, attempt: int) -> Figures:
         """Streams alone; then streams while long prompts arrive."""
         draw = random.Random(f"mixed {self._settings.seed} {attempt}")
-        alone = _served(await self._run(STREAMS, draw))
+        alone = served(await self.run(STREAMS, draw))
         long_shape = await self._text_shape(LONG)
         async with asyncio.TaskGroup() as tasks:
             over = asyncio.Event()
             arriving = tasks.create_task(self._arrivals(long_shape, draw, over))
-            beside = await self._run(STREAMS, draw)
+            beside = await self.run(STREAMS, draw)
             over.set()
-        mixed = _served(beside)
+        mixed = served(beside)
         found = {f"alone_{name}": value for name, value in figures_of(alone).items()}
         found |= figures_of(mixed)
-        found["long_ttft_p50_ms"] = _served(arriving.result()).ttft_ms.p50
+        found["long_ttft_p50_ms"] = served(arriving.result()).ttft_ms.p50
         found["itl_p99_to_alone"] = mixed.itl_ms.p99 / alone.itl_ms.p99
         return found
 
@@ -166,7 +166,7 @@ class Standard:
             tail = completion_body(rest, draw)["prompt"]
             samples.append(await self.send(completion_body(head, draw) | {"prompt": prompt + tail}))
             counts.append(self._sent_bytes())
-        _served(Run(tuple(samples), 1.0))
+        served(Run(tuple(samples), 1.0))
         return samples[0], samples[1], counts[2] - counts[1]
 
     def layout(self) -> KvLayout | None:
@@ -195,7 +195,7 @@ class _Layout(msgspec.Struct):
         return KvLayout(self.page_size, self.kv_heads, self.layers, self.head_dim, self.dtype)
 
 
-def _served(run: Run) -> Summary:
+def served(run: Run) -> Summary:
     """Raises PdrtError if a request failed: figures of the others are of another load."""
     summary = summarize(run, Slo())
     if summary.failed:
