@@ -74,7 +74,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, _doc("name clients use; the directory's name if not given")
     ] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], _doc("dtype of weights and KV")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _doc("dtype of weights and KV; auto: the checkpoint's where the CPU is fast in it"),
     ] = "auto"
     max_model_len: Annotated[
         Count | None, _doc("prompt + output tokens at most; the model's own limit if not given")

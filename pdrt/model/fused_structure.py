@@ -269,8 +269,8 @@ def _norm(norm: Any) -> Norm:
     epsilon = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
     _require(epsilon > 0 and norm.weight.ndim == 1, name)
     stored = norm.weight.detach().float()
-    # Small, so that epsilon counts.
-    probe = torch.linspace(-1, 1, len(stored)).mul_(epsilon**0.5)[None]
+    # Small, so that epsilon counts; around another mean than 0, so that centering would show.
+    probe = torch.linspace(-1, 2, len(stored)).mul_(epsilon**0.5)[None]
     normed = probe * torch.rsqrt(probe.pow(2).mean(-1, keepdim=True) + epsilon)
     found = norm(probe)
     for weight in (stored, 1 + stored):

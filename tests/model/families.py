@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import transformers
 
 from tests.model.tiny import ALTERNATING, WINDOW
 
@@ -53,6 +54,11 @@ class Family(msgspec.Struct, frozen=True):
     settings: dict[str, Any] = {}
     is_slow: bool = False
     """One of the many relatives: runs with `--all`."""
+
+    @property
+    def model_type(self) -> str:
+        kind: str = getattr(transformers, self.config).model_type
+        return kind
 
     @property
     def has_window(self) -> bool:
