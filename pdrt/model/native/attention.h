@@ -32,6 +32,9 @@ struct Attention {
     float scale, softcap;
     int window;
 
+    // What is left to multiply scores with once they are capped.
+    float scale_capped() const { return softcap == 0 ? scale : 1; }
+
     // First key that the query at `position` sees.
     int first_key(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
 };
@@ -134,36 +137,54 @@ struct Softmax {
     float sum = 0;
 };
 
-// Turns the scores [first, end) into probabilities relative to the running maximum, and all others
-// before the next multiple of LANES into 0. Returns by how much to multiply what was summed up with
-// the former maximum.
-inline float update_softmax(const Attention &call, float *scores, int first, int end,
-                            Softmax &softmax) {
-    const int width = round_up(end, LANES);
+// Makes all scores but [first, end) of the vectors before `end` count for nothing.
+inline void mask_scores(float *scores, int first, int end) {
+    const Ints lanes = lane_numbers(std::make_integer_sequence<int, LANES>());
+    const Floats hidden = splat(-INFINITY);
+    for (int key = 0; key < first; key += LANES)
+        store(scores + key, lanes < first - key ? hidden : load(scores + key));
+    const int last = end - end % LANES;
+    if (last < end) store(scores + last, lanes < end - last ? load(scores + last) : hidden);
+}
+
+inline void cap_scores(const Attention &call, float *scores, int end) {
+    for (int key = 0; key < end; key += LANES) {
+        const Floats values = load(scores + key) * (call.scale / call.softcap);
+        store(scores + key, hyperbolic_tangent(values) * call.softcap);
+    }
+}
+
+// The scores of one row become probabilities in two passes. Rows take the first one after another,
+// then the second: each is a chain of operations that wait for each other, but not for other rows'.
+
+// First pass, over the scores [first, end): scales them and raises the running maximum. Returns by
+// how much to multiply what was summed up so far.
+inline float raise_maximum(const Attention &call, float *scores, int first, int end,
+                           Softmax &softmax) {
+    if (call.softcap != 0) cap_scores(call, scores, end);
+    mask_scores(scores, first, end);
+    const float scale = call.scale_capped();
     Floats maxima = splat(softmax.maximum);
-    for (int key = 0; key < width; key += LANES) {
-        Floats values = load(scores + key) * call.scale;
-        if (call.softcap != 0)
-            values = hyperbolic_tangent(values / call.softcap) * call.softcap;
-        store(scores + key, values);
-    }
-    for (int key = 0; key < first; ++key) scores[key] = -INFINITY;
-    for (int key = end; key < width; ++key) scores[key] = -INFINITY;
-    for (int key = 0; key < width; key += LANES) maxima = maximum(load(scores + key), maxima);
+    for (int key = 0; key < end; key += LANES)
+        maxima = maximum(load(scores + key) * scale, maxima);
     const float highest = max_lanes(maxima);
-    Floats sums = {};
-    for (int key = 0; key < width; key += LANES) {
-        const Floats probabilities = exponential(load(scores + key) - highest);
-        store(scores + key, probabilities);
-        sums += probabilities;
-    }
-    float factor = 1;
-    if (highest != softmax.maximum) {
-        factor = exponential(splat(softmax.maximum - highest))[0];
-        softmax.maximum = highest;
-    }
-    softmax.sum = softmax.sum * factor + sum_lanes(sums);
+    if (highest == softmax.maximum) return 1;
+    const float factor = exponential(splat(softmax.maximum - highest))[0];
+    softmax = {highest, softmax.sum * factor};
     return factor;
+}
+
+// Second pass: probabilities relative to the maximum, 0 for what was masked.
+inline __attribute__((noinline)) void take_exponentials(const Attention &call, float *scores,
+                                                        int end, Softmax &softmax) {
+    const float scale = call.scale_capped(), highest = softmax.maximum;
+    Floats sums = {};
+    for (int key = 0; key < end; key += LANES) {
+        const Floats probability = exponential_below_one(load(scores + key) * scale - highest);
+        store(scores + key, probability);
+        sums += probability;
+    }
+    softmax.sum += sum_lanes(sums);
 }
 
 inline void multiply_by(float *values, int count, float factor) {

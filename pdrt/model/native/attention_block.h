@@ -13,42 +13,49 @@ constexpr int BLOCK_ROWS = 192;
 constexpr int TILE_ROWS = 6;
 constexpr int TILE_VECTORS = VECTOR_BYTES == 64 ? 4 : 2;
 
-// sums[row][column] += the sum over `depth` of a[row][k] * b[k][column].
-template <class Product, int VECTORS>
+enum class Sums { FRESH, ADDED };
+
+// sums[row][column] = or += the sum over `depth`, at least 1, of a[row][k] * b[k][column].
+template <class Product, int VECTORS, Sums SUMS>
 void multiply_tile(const typename Product::Element *a, int a_stride,
                    const typename Product::Element *b, int b_stride, int depth, float *sums,
                    int sums_stride) {
     Floats tile[TILE_ROWS][VECTORS];
-    for (int row = 0; row < TILE_ROWS; ++row)
-        for (int i = 0; i < VECTORS; ++i)
-            tile[row][i] = load(sums + row * sums_stride + i * LANES);
-    for (int k = 0; k < depth; ++k) {
+    unroll<TILE_ROWS>([&](auto row) {
+        unroll<VECTORS>([&](auto i) {
+            tile[row][i] = SUMS == Sums::ADDED ? load(sums + row * sums_stride + i * LANES)
+                                               : Floats{};
+        });
+    });
+    int k = 0;
+    do {
         typename Product::Vector columns[VECTORS];
-        for (int i = 0; i < VECTORS; ++i)
-            columns[i] = Product::load_elements(b + k * b_stride + i * LANES);
-        for (int row = 0; row < TILE_ROWS; ++row) {
+        unroll<VECTORS>(
+            [&](auto i) { columns[i] = Product::load_elements(b + k * b_stride + i * LANES); });
+        unroll<TILE_ROWS>([&](auto row) {
             const auto factor = Product::splat_element(a[row * a_stride + k]);
-            for (int i = 0; i < VECTORS; ++i)
+            unroll<VECTORS>([&](auto i) {
                 tile[row][i] = Product::multiply_add(tile[row][i], factor, columns[i]);
-        }
-    }
-    for (int row = 0; row < TILE_ROWS; ++row)
-        for (int i = 0; i < VECTORS; ++i)
-            store(sums + row * sums_stride + i * LANES, tile[row][i]);
+            });
+        });
+    } while (++k < depth);
+    unroll<TILE_ROWS>([&](auto row) {
+        unroll<VECTORS>([&](auto i) { store(sums + row * sums_stride + i * LANES, tile[row][i]); });
+    });
 }
 
 // The same for any multiple of LANES columns.
-template <class Product>
+template <class Product, Sums SUMS>
 void multiply(const typename Product::Element *a, int a_stride,
               const typename Product::Element *b, int b_stride, int depth, int columns,
               float *sums, int sums_stride) {
     int column = 0;
     for (; column + TILE_VECTORS * LANES <= columns; column += TILE_VECTORS * LANES)
-        multiply_tile<Product, TILE_VECTORS>(a, a_stride, b + column, b_stride, depth,
-                                             sums + column, sums_stride);
+        multiply_tile<Product, TILE_VECTORS, SUMS>(a, a_stride, b + column, b_stride, depth,
+                                                   sums + column, sums_stride);
     for (; column < columns; column += LANES)
-        multiply_tile<Product, 1>(a, a_stride, b + column, b_stride, depth, sums + column,
-                                  sums_stride);
+        multiply_tile<Product, 1, SUMS>(a, a_stride, b + column, b_stride, depth,
+                                        sums + column, sums_stride);
 }
 
 // Element `index` of what is stored at `from`.
@@ -71,6 +78,9 @@ inline void pack_value(Pairs, const Bf16 *value, const Bf16 *next, int columns, 
     for (int column = 0; column < columns; ++column)
         to[column] = value[column].bits | static_cast<uint32_t>(next[column].bits) << 16;
 }
+
+// Rows that meet the keys before they meet the values, so that either stays in L1 for some tiles.
+constexpr int SCORED_ROWS = 4 * TILE_ROWS;
 
 // Probabilities as the elements that products take.
 inline const float *pack_probabilities(Singles, const float *scores, int, float *) {
@@ -116,7 +126,22 @@ class BlockAttention {
 
     void attend_keys(int first, int count) {
         pack_keys(first, count);
-        for (int row = 0; row < rows; row += TILE_ROWS) attend_tile(row, first);
+        const int turns = (rows + SCORED_ROWS - 1) / SCORED_ROWS;
+        const int share = (KEY_BLOCK + turns - 1) / turns;  // of the next block's keys
+        for (int turn = 0; turn < turns; ++turn) {
+            prefetch_keys(first + KEY_BLOCK + turn * share, share);
+            attend_rows(turn * SCORED_ROWS, first);
+        }
+    }
+
+    void prefetch_keys(int first, int count) const {
+        const int bytes = head_dim * static_cast<int>(sizeof(Stored));
+        const int end = std::min(first + count, task.position + task.tokens);
+        for (int position = first; position < end; ++position) {
+            const Stored *key = sequence.key(position);
+            prefetch(reinterpret_cast<const char *>(key), bytes);
+            prefetch(reinterpret_cast<const char *>(key + sequence.pages.to_value()), bytes);
+        }
     }
 
     // Positions that a row sees, relative to the block of keys that begins at `first`.
@@ -127,34 +152,56 @@ class BlockAttention {
         return std::max(call.first_key(task.position + row / task.heads) - first, 0);
     }
 
-    void attend_tile(int first_row, int first) {
-        const int last_row = std::min(first_row + TILE_ROWS, rows) - 1;
+    // How many of the block's keys some of a tile's rows see.
+    int tile_end(int tile, int first) const {
+        const int last_row = std::min(tile + TILE_ROWS, rows) - 1;
         const int end = visible_end(last_row, first);
-        if (end <= 0 || visible_begin(first_row, first) >= end) return;
-        alignas(VECTOR_BYTES) float scores[TILE_ROWS * KEY_BLOCK] = {};
-        multiply<Product>(queries + first_row * elements, elements, keys, KEY_BLOCK, elements,
-                          round_up(end, LANES), scores, KEY_BLOCK);
-        for (int row = first_row; row <= last_row; ++row)
-            take_scores(row, first, end, scores + (row - first_row) * KEY_BLOCK);
+        return end > visible_begin(tile, first) ? end : 0;
+    }
+
+    void attend_rows(int first_row, int first) {
+        alignas(VECTOR_BYTES) float scores[SCORED_ROWS * KEY_BLOCK];
+        const int end_row = std::min(first_row + SCORED_ROWS, rows);
+        for (int tile = first_row; tile < end_row; tile += TILE_ROWS)
+            if (const int end = tile_end(tile, first))
+                score_tile(tile, end, scores + (tile - first_row) * KEY_BLOCK);
+        for (int row = first_row; row < end_row; ++row)
+            raise_row(row, first, scores + (row - first_row) * KEY_BLOCK);
+        for (int row = first_row; row < end_row; ++row)
+            exponentiate_row(row, first, scores + (row - first_row) * KEY_BLOCK);
+        for (int tile = first_row; tile < end_row; tile += TILE_ROWS)
+            if (const int end = tile_end(tile, first))
+                add_tile(tile, end, scores + (tile - first_row) * KEY_BLOCK);
+    }
+
+    void score_tile(int row, int end, float *scores) const {
+        multiply<Product, Sums::FRESH>(queries + row * elements, elements, keys, KEY_BLOCK,
+                                       elements, round_up(end, LANES), scores, KEY_BLOCK);
+    }
+
+    void add_tile(int row, int end, const float *scores) {
         alignas(VECTOR_BYTES) Element packed[TILE_ROWS * KEY_BLOCK / Product::WIDTH];
         const Element *probabilities =
             pack_probabilities(Product(), scores, TILE_ROWS * KEY_BLOCK, packed);
-        constexpr int STRIDE = KEY_BLOCK / Product::WIDTH;
-        multiply<Product>(probabilities, STRIDE, values, columns,
-                          (end + Product::WIDTH - 1) / Product::WIDTH, columns,
-                          out + first_row * columns, columns);
+        multiply<Product, Sums::ADDED>(probabilities, KEY_BLOCK / Product::WIDTH, values, columns,
+                                       (end + Product::WIDTH - 1) / Product::WIDTH, columns,
+                                       out + row * columns, columns);
     }
 
-    // Makes probabilities of a row's scores, of which the first `end` will be used.
-    void take_scores(int row, int first, int end, float *scores) {
-        const int begin = visible_begin(row, first), row_end = visible_end(row, first);
-        if (begin >= row_end) {
-            std::fill_n(scores, KEY_BLOCK, 0.0f);
-            return;
-        }
-        const float factor = update_softmax(call, scores, begin, row_end, softmax[row]);
-        for (int key = round_up(row_end, LANES); key < round_up(end, LANES); ++key) scores[key] = 0;
+    void raise_row(int row, int first, float *scores) {
+        const int begin = visible_begin(row, first), end = visible_end(row, first);
+        if (begin >= end) return;
+        const float factor = raise_maximum(call, scores, begin, end, softmax[row]);
         if (factor != 1) multiply_by(out + row * columns, columns, factor);
+    }
+
+    // Probabilities are 0 as far as other rows of the tile see keys.
+    void exponentiate_row(int row, int first, float *scores) {
+        const int tile_keys = tile_end(row - row % TILE_ROWS, first);
+        const int begin = visible_begin(row, first), end = visible_end(row, first);
+        const int filled = begin < end ? round_up(end, LANES) : 0;
+        if (filled) take_exponentials(call, scores, end, softmax[row]);
+        if (filled < tile_keys) std::fill(scores + filled, scores + tile_keys, 0.0f);
     }
 
     void pack_keys(int first, int count) {

@@ -21,67 +21,89 @@ struct RowState {
 constexpr int keys_at_once(int heads) { return heads == 1 ? 8 : heads < 4 ? 4 : 2; }
 
 // scores[head][key] = query[head] . keys[key]; writes whole vectors, so up to LANES - 1 more.
+// Meanwhile prefetches as much as it reads of what lies at `ahead`: bit by bit, as the processor
+// can wait for some 20 cache lines at once, and stalls when it is asked for more.
 template <class Product, int HEADS, class Stored>
 void score_keys(const typename Product::Element *query, const Stored *keys, int count,
-                int head_dim, float *scores) {
+                int head_dim, float *scores, const char *ahead) {
     constexpr int KEYS = std::min(keys_at_once(HEADS), LANES);
+    constexpr int STEP_BYTES = LANES * Product::WIDTH * KEYS * static_cast<int>(sizeof(Stored));
     const int elements = head_dim / Product::WIDTH;
     for (int first = 0; first < count; first += LANES) {
-        Floats products[HEADS][LANES];
-        for (int part = 0; part < LANES; part += KEYS) {
+        Floats products[HEADS][LANES / KEYS];
+        unroll<LANES / KEYS>([&](auto part) {
             const Stored *key[KEYS];
             // Past the last key it is computed again, as what lies behind may be anything.
             for (int i = 0; i < KEYS; ++i)
-                key[i] = keys + std::min(first + part + i, count - 1) * head_dim;
+                key[i] = keys + std::min(first + part * KEYS + i, count - 1) * head_dim;
             Floats sums[HEADS][KEYS] = {};
-            for (int element = 0; element < elements; element += LANES) {
+            int element = 0;
+            do {
+                prefetch(ahead, STEP_BYTES);
+                ahead += STEP_BYTES;
                 typename Product::Vector numbers[KEYS];
-                for (int i = 0; i < KEYS; ++i)
+                unroll<KEYS>([&](auto i) {
                     numbers[i] = Product::load_stored(key[i] + element * Product::WIDTH);
-                for (int head = 0; head < HEADS; ++head) {
+                });
+                unroll<HEADS>([&](auto head) {
                     const auto queries = Product::load_elements(query + head * elements + element);
-                    for (int i = 0; i < KEYS; ++i)
+                    unroll<KEYS>([&](auto i) {
                         sums[head][i] =
                             Product::multiply_add(sums[head][i], queries, numbers[i]);
-                }
-            }
-            for (int head = 0; head < HEADS; ++head)
-                for (int i = 0; i < KEYS; ++i) products[head][part + i] = sums[head][i];
-        }
-        for (int head = 0; head < HEADS; ++head)
-            store(scores + head * SCORE_STRIDE + first, sum_rows(products[head]));
+                    });
+                });
+                element += LANES;
+            } while (element < elements);
+            unroll<HEADS>([&](auto head) {
+                products[head][part] = sum_rows<1, KEYS>(sums[head]);
+            });
+        });
+        unroll<HEADS>([&](auto head) {
+            store(scores + head * SCORE_STRIDE + first,
+                  sum_rows<KEYS, LANES / KEYS>(products[head]));
+        });
     }
 }
 
-// out[head][column, …) += the sum of the values, each times its probability.
+// out[head][column, …) += the sum of the values, each times its probability. Prefetches likewise.
 template <int HEADS, int VECTORS, class Stored>
 void add_columns(const float *probabilities, const Stored *values, int count, int head_dim,
-                 float *out) {
+                 float *out, const char *ahead) {
+    constexpr int STEP_BYTES = LANES * VECTORS * static_cast<int>(sizeof(Stored));
     Floats sums[HEADS][VECTORS];
-    for (int head = 0; head < HEADS; ++head)
-        for (int i = 0; i < VECTORS; ++i) sums[head][i] = load(out + head * head_dim + i * LANES);
-    for (int key = 0; key < count; ++key) {
+    unroll<HEADS>([&](auto head) {
+        unroll<VECTORS>([&](auto i) { sums[head][i] = load(out + head * head_dim + i * LANES); });
+    });
+    int key = 0;
+    do {
+        const Stored *value = values + static_cast<int64_t>(key) * head_dim;
+        prefetch(ahead + key * STEP_BYTES, STEP_BYTES);
         Floats numbers[VECTORS];
-        for (int i = 0; i < VECTORS; ++i)
-            numbers[i] = load(values + static_cast<int64_t>(key) * head_dim + i * LANES);
-        for (int head = 0; head < HEADS; ++head) {
+        unroll<VECTORS>([&](auto i) { numbers[i] = load(value + i * LANES); });
+        unroll<HEADS>([&](auto head) {
             const Floats probability = splat(probabilities[head * SCORE_STRIDE + key]);
-            for (int i = 0; i < VECTORS; ++i) sums[head][i] += probability * numbers[i];
-        }
-    }
-    for (int head = 0; head < HEADS; ++head)
-        for (int i = 0; i < VECTORS; ++i) store(out + head * head_dim + i * LANES, sums[head][i]);
+            unroll<VECTORS>([&](auto i) { sums[head][i] += probability * numbers[i]; });
+        });
+    } while (++key < count);
+    unroll<HEADS>([&](auto head) {
+        unroll<VECTORS>([&](auto i) { store(out + head * head_dim + i * LANES, sums[head][i]); });
+    });
 }
 
 template <int HEADS, class Stored>
 void add_values(const float *probabilities, const Stored *values, int count, int head_dim,
-                float *out) {
+                float *out, const char *ahead) {
     constexpr int VECTORS = HEADS < 4 ? 4 : 2;
+    const auto ahead_of = [&](int column) {
+        return ahead + static_cast<int64_t>(column) * count * static_cast<int>(sizeof(Stored));
+    };
     int column = 0;
     for (; column + VECTORS * LANES <= head_dim; column += VECTORS * LANES)
-        add_columns<HEADS, VECTORS>(probabilities, values + column, count, head_dim, out + column);
+        add_columns<HEADS, VECTORS>(probabilities, values + column, count, head_dim, out + column,
+                                    ahead_of(column));
     for (; column < head_dim; column += LANES)
-        add_columns<HEADS, 1>(probabilities, values + column, count, head_dim, out + column);
+        add_columns<HEADS, 1>(probabilities, values + column, count, head_dim, out + column,
+                              ahead_of(column));
 }
 
 // Calls `tile(head, number)` with `number`, a constant, of up to TILE_HEADS heads at a time.
@@ -97,16 +119,11 @@ void for_head_tiles(int heads, Tile tile) {
     }
 }
 
-// The part of a page that holds keys [position, …) of a block that ends at `end`.
+// Keys of a block that lie in one page.
 template <class Stored>
 struct Run {
     const Stored *keys;
     int count;
-
-    Run(const Sequence<Stored> &sequence, int position, int end)
-        : keys(sequence.key(position)),
-          count(std::min(end - position,
-                         sequence.pages.page_size - position % sequence.pages.page_size)) {}
 };
 
 template <class Product, class Query, class Stored>
@@ -143,39 +160,57 @@ struct RowAttention {
 
   private:
     void attend_block(int first, int block_end, int end, RowState &state) const {
+        Run<Stored> runs[KEY_BLOCK];
+        const int count = find_runs(first, block_end, runs);
         alignas(VECTOR_BYTES) float scores[HEADS_MAX * SCORE_STRIDE];
-        for (int position = first; position < block_end;) {
-            const Run<Stored> run(sequence, position, block_end);
-            prefetch_page(position + sequence.pages.page_size, end);
+        // Read are first the keys of all runs, then their values, then the next block's keys: what
+        // comes next is prefetched, as pages lie anywhere.
+        for (int index = 0, key = 0; index < count; key += runs[index++].count) {
+            const Run<Stored> &run = runs[index];
+            const Stored *ahead =
+                index + 1 < count ? runs[index + 1].keys : runs[0].keys + to_value();
             for_head_tiles(task.heads, [&](int head, auto number) {
                 score_keys<Product, number>(query + head * (head_dim / Product::WIDTH), run.keys,
                                             run.count, head_dim,
-                                            scores + head * SCORE_STRIDE + position - first);
+                                            scores + head * SCORE_STRIDE + key, address(ahead));
+                ahead = run.keys;  // what is there already
             });
-            position += run.count;
         }
         for (int head = 0; head < task.heads; ++head) {
-            const float factor = update_softmax(call, scores + head * SCORE_STRIDE, 0,
-                                                block_end - first, state.softmax[head]);
+            const float factor = raise_maximum(call, scores + head * SCORE_STRIDE, 0,
+                                               block_end - first, state.softmax[head]);
             if (factor != 1) multiply_by(state.out + head * head_dim, head_dim, factor);
         }
-        for (int position = first; position < block_end;) {
-            const Run<Stored> run(sequence, position, block_end);
+        for (int head = 0; head < task.heads; ++head)
+            take_exponentials(call, scores + head * SCORE_STRIDE, block_end - first,
+                              state.softmax[head]);
+        for (int index = 0, key = 0; index < count; key += runs[index++].count) {
+            const Stored *values = runs[index].keys + to_value();
+            const Stored *ahead = index + 1 < count ? runs[index + 1].keys + to_value()
+                                  : block_end < end ? sequence.key(block_end)
+                                                    : values;
             for_head_tiles(task.heads, [&](int head, auto number) {
-                add_values<number>(scores + head * SCORE_STRIDE + position - first,
-                                   run.keys + sequence.pages.to_value(), run.count, head_dim,
-                                   state.out + head * head_dim);
+                add_values<number>(scores + head * SCORE_STRIDE + key, values, runs[index].count,
+                                   head_dim, state.out + head * head_dim, address(ahead));
+                ahead = values;
             });
-            position += run.count;
         }
     }
 
-    // Pages lie anywhere, and the processor's own prefetching ends with each 4 KB.
-    void prefetch_page(int position, int end) const {
-        if (position >= end) return;
-        const int64_t page = sequence.table[position / sequence.pages.page_size];
-        prefetch(sequence.pages.key(page, 0),
-                 2 * sequence.pages.to_value() * static_cast<int64_t>(sizeof(Stored)));
+    int find_runs(int first, int end, Run<Stored> *runs) const {
+        int count = 0;
+        while (first < end) {
+            const int left = sequence.pages.page_size - first % sequence.pages.page_size;
+            runs[count++] = {sequence.key(first), std::min(end - first, left)};
+            first += left;
+        }
+        return count;
+    }
+
+    int64_t to_value() const { return sequence.pages.to_value(); }
+
+    static const char *address(const Stored *stored) {
+        return reinterpret_cast<const char *>(stored);
     }
 };
 

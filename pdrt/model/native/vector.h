@@ -42,6 +42,17 @@ inline Ints as_ints(Floats values) { return reinterpret_cast<Ints>(values); }
 
 inline Floats splat(float value) { return value - Floats{}; }
 
+// body(0), …, body(COUNT - 1), each of them with a constant, so that arrays of vectors are kept in
+// registers: GCC unrolls loops only after it has decided which arrays need memory.
+template <class Body, int... INDEX>
+inline __attribute__((always_inline)) void unroll(std::integer_sequence<int, INDEX...>, Body body) {
+    (body(std::integral_constant<int, INDEX>()), ...);
+}
+template <int COUNT, class Body>
+inline __attribute__((always_inline)) void unroll(Body body) {
+    unroll(std::make_integer_sequence<int, COUNT>(), body);
+}
+
 // Single values and vectors of both formats; addresses need no alignment.
 
 inline float to_float(float value) { return value; }
@@ -103,44 +114,63 @@ inline Floats finite(Floats values) {
     return values < -LARGEST ? splat(-LARGEST) : values;
 }
 
-// Folds halves onto each other: the order of a sum depends on the width, not on the values.
+// Lane 0 combines all lanes, the upper half folded onto the lower one, and so on.
+template <int HALF, class Combine, int... LANE>
+inline Floats fold_halves(Floats values, Combine combine, std::integer_sequence<int, LANE...> all) {
+    constexpr Ints SWAPPED = {(LANE ^ HALF)...};
+    values = combine(values, __builtin_shuffle(values, SWAPPED));
+    if constexpr (HALF > 1) return fold_halves<HALF / 2>(values, combine, all);
+    return values;
+}
+
 inline float sum_lanes(Floats values) {
-    float lanes[LANES];
-    store(lanes, values);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    return lanes[0];
+    const auto add = [](Floats a, Floats b) { return a + b; };
+    return fold_halves<LANES / 2>(values, add, std::make_integer_sequence<int, LANES>())[0];
 }
 
 inline float max_lanes(Floats values) {
-    float lanes[LANES];
-    store(lanes, values);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int lane = 0; lane < half; ++lane)
-            lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
-    return lanes[0];
+    return fold_halves<LANES / 2>(values, maximum, std::make_integer_sequence<int, LANES>())[0];
 }
 
-// e^x within about 1 unit in the last place; 0 below -86.9, infinity where a float ends, NaN of NaN.
-// Range reduction and polynomial are those of Cephes' expf (Moshier, 1992).
-inline Floats exponential(Floats x) {
+// 0, 1, 2, …
+template <int... LANE>
+constexpr Ints lane_numbers(std::integer_sequence<int, LANE...>) {
+    return Ints{LANE...};
+}
+
+// 2^power * e^rest as the range reduction of e^x gives them, for x in [-86.9, 89], times
+// 2^-EXTRA. Reduction and polynomial are those of Cephes' expf (Moshier, 1992).
+template <int EXTRA>
+inline Floats reduced_exponential(Floats x) {
     constexpr float LOG2_E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
-    constexpr float SMALLEST = -86.9f, LARGEST = 89.0f;
     constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
-    const Floats bounded = x > LARGEST ? splat(LARGEST) : x;
-    const Floats shifted = bounded * LOG2_E + ROUNDER;
+    const Floats shifted = x * LOG2_E + ROUNDER;
     const Floats power = shifted - ROUNDER;
-    const Floats rest = (bounded - power * LN2_HIGH) - power * LN2_LOW;
+    const Floats rest = (x - power * LN2_HIGH) - power * LN2_LOW;
     Floats sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
     sum = sum * rest + 8.3334519073e-3f;
     sum = sum * rest + 4.1665795894e-2f;
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * (rest * rest) + rest + 1.0f;
-    // 2^power in two factors, as 2^128 is none of a float.
-    const Ints exponent = as_ints(shifted) - as_ints(splat(ROUNDER));
-    const Floats result = sum * as_floats((exponent + 126) << 23) * 2.0f;
-    return x < SMALLEST ? Floats{} : result;
+    constexpr int BIAS = 127 - EXTRA;
+    return sum * as_floats((as_ints(shifted) - (as_ints(splat(ROUNDER)) - BIAS)) << 23);
+}
+
+constexpr float EXPONENT_MIN = -86.9f;  // below, e^x is no normal number, and here 0
+
+// e^x within about 1 unit in the last place; 0 below -86.9, infinity where a float ends, NaN of NaN.
+inline Floats exponential(Floats x) {
+    constexpr float LARGEST = 89.0f;
+    const Floats bounded = x > LARGEST ? splat(LARGEST) : x;
+    const Floats half = reduced_exponential<1>(bounded);  // 2^128 is none of a float
+    return x < EXPONENT_MIN ? Floats{} : half + half;
+}
+
+// The same for x <= 0.
+inline Floats exponential_below_one(Floats x) {
+    const Floats result = reduced_exponential<0>(x);
+    return x < EXPONENT_MIN ? Floats{} : result;
 }
 
 // tanh(x) within a few units in the last place, near 0 as well. After Cephes' tanhf.
@@ -178,34 +208,40 @@ inline void transpose(Floats (&rows)[LANES]) {
     if constexpr (STEP > 1) transpose<STEP / 2>(rows);
 }
 
-// Lanes [half, 2 * half) of each block of 2 * half are added to the first ones of two rows at once,
-// so that each round halves the rows.
-template <int ROWS, int... LANE>
-inline void fold_rows(Floats (&rows)[LANES], std::integer_sequence<int, LANE...>) {
-    constexpr int STEP = ROWS / 2;
-    constexpr Ints KEPT = {(LANE & STEP ? LANES + LANE - STEP : LANE)...};
-    constexpr Ints ADDED = {(LANE & STEP ? LANES + LANE : LANE + STEP)...};
-#pragma GCC unroll 16
-    for (int row = 0; row < STEP; ++row) {
-        const Floats first = rows[row], second = rows[row + STEP];
-        rows[row] = __builtin_shuffle(first, second, KEPT) +
-                    __builtin_shuffle(first, second, ADDED);
+// Lanes that are added up when the sums of rows are gathered. Rows of `STEP` sums each become one of
+// twice as many: within blocks of four lanes, which are cheap to mix, then block by block.
+constexpr int folded_lane(int step, int lane, bool is_second) {
+    if (step < 4) {
+        const int block = lane & ~3, of_row = (lane & 1) * 2 + (is_second ? 1 : 0);
+        return (lane & 2 ? LANES : 0) + block + of_row;
     }
-    if constexpr (STEP > 1)
-        fold_rows<STEP>(rows, std::make_integer_sequence<int, LANES>());
+    return (lane & step ? LANES : 0) + (lane & ~step) + (is_second ? step : 0);
 }
 
-// Lane i of the result is the sum of rows[i]'s lanes; the rows are used up.
-inline Floats sum_rows(Floats (&rows)[LANES]) {
-    fold_rows<LANES>(rows, std::make_integer_sequence<int, LANES>());
-    return rows[0];
+template <int STEP, int... LANE>
+inline Floats fold(Floats first, Floats second, std::integer_sequence<int, LANE...>) {
+    constexpr Ints KEPT = {folded_lane(STEP, LANE, false)...};
+    constexpr Ints ADDED = {folded_lane(STEP, LANE, true)...};
+    return __builtin_shuffle(first, second, KEPT) + __builtin_shuffle(first, second, ADDED);
+}
+
+// Lane i is the sum of rows[i]'s lanes, where COUNT is LANES and STEP 1. Fewer rows are summed up
+// in part: the results of LANES / COUNT such calls, folded with STEP = COUNT, give the same.
+template <int STEP, int COUNT>
+inline Floats sum_rows(const Floats *rows) {
+    if constexpr (COUNT == 1) {
+        return rows[0];
+    } else {
+        constexpr int HALF = COUNT / 2;
+        return fold<STEP * HALF>(sum_rows<STEP, HALF>(rows), sum_rows<STEP, HALF>(rows + HALF),
+                                 std::make_integer_sequence<int, LANES>());
+    }
 }
 
 constexpr int CACHE_LINE_BYTES = 64;
 
 // Asks for memory before it is needed. Addresses need not be valid.
-inline void prefetch(const void *from, int64_t bytes) {
-    const char *line = static_cast<const char *>(from);
-    for (int64_t offset = 0; offset < bytes; offset += CACHE_LINE_BYTES)
+inline void prefetch(const char *line, int bytes) {
+    for (int offset = 0; offset < bytes; offset += CACHE_LINE_BYTES)
         __builtin_prefetch(line + offset);
 }
