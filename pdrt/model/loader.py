@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def _choose_forward(
             reason = str(error)
             module = checkpoint.read()
         else:
+            _give_back_freed_memory()
             log.info("forward: %s", decoder.description)
             return LoadedModel(decoder, SdpaBackend(), layout)
     backend = SdpaBackend() if kernels is None else NativeAttention(kernels)
@@ -138,6 +140,13 @@ def _choose_forward(
     model = TransformersModel(module, f"transformers' own, {name} attention ({reason})")
     log.info("forward: %s", model.description)
     return LoadedModel(model, backend, layout)
+
+
+def _give_back_freed_memory() -> None:
+    """To the system: what the original weights took would else stay with the allocator, for a
+    worker that never again needs as much."""
+    with contextlib.suppress(AttributeError):  # of glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def checkpoint_dtype(config: Any) -> str:
@@ -244,7 +253,7 @@ def _fix_long_factors(module: nn.Module, limit: int) -> None:
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bars, which tear a supervisor's log apart."""
     import transformers
