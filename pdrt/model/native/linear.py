@@ -141,13 +141,15 @@ def _choose_kind(dtype: torch.dtype, device: torch.device, flags: Collection[str
 
 
 class NativeLinear:
-    """Our kernels (linear.cpp): weights float32 or bfloat16, everything else float32.
+    """Our kernels (linear.cpp): weights float32 or bfloat16, everything else float32. Float32
+    weights that bfloat16 holds exactly are kept in it.
 
     A row's result is the same to the bit whatever else is in the batch, and however many threads
     compute it.
     """
 
     def __init__(self, kernels: Kernels, parts: Sequence[LinearPart]) -> None:
+        parts = _narrowed(parts)
         self.inputs, self.outputs = _shape(parts)
         code = dtype_code(parts[0].weight.dtype)
         assert code is not None, "neither float32 nor bfloat16"
@@ -282,6 +284,22 @@ def _shape(parts: Sequence[LinearPart]) -> tuple[int, int]:
         assert part.weight.shape[1] == inputs, "parts of different widths"
         assert part.weight.dtype == parts[0].weight.dtype, "parts of different types"
     return inputs, sum(len(part.weight) for part in parts)
+
+
+def _narrowed(parts: Sequence[LinearPart]) -> Sequence[LinearPart]:
+    """Float32 weights that bfloat16 holds exactly, in bfloat16: what a checkpoint was trained in
+    often is. Half the bytes to read at every step, for the same result to the bit."""
+    narrow = []
+    for part in parts:
+        weight = part.weight.detach()
+        if weight.dtype is not torch.float32 or not _is_exact(weight[:1]) or not _is_exact(weight):
+            return parts
+        narrow.append(LinearPart(weight.bfloat16(), part.bias))
+    return narrow
+
+
+def _is_exact(weight: Tensor) -> bool:
+    return torch.equal(weight.bfloat16().float(), weight)
 
 
 def _weight(parts: Sequence[LinearPart]) -> Tensor:

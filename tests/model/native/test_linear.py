@@ -132,6 +132,17 @@ def test_parts_are_packed_one_after_another(kernels: Kernels, dtype: torch.dtype
         assert_close(layer(random(rows, 40)), exact(random(rows, 40), parts))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 30])
+def test_what_bfloat16_holds_exactly_is_kept_in_it(kernels: Kernels, rows: int) -> None:
+    """Half the memory; the same to the bit as beside a part that keeps all of it in float32."""
+    full = part(90, 700, torch.float32)
+    narrow = LinearPart(full.weight.bfloat16().float(), full.bias)
+    layer, wide = NativeLinear(kernels, [narrow]), NativeLinear(kernels, [narrow, full])
+    assert layer.nbytes < 0.3 * wide.nbytes
+    x = random(rows, 700)
+    assert torch.equal(layer(x), wide(x)[:, :90])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9, 30])
 def test_strides_and_nothing_else_is_written(kernels: Kernels, rows: int) -> None:
     layer = NativeLinear(kernels, [part(35, 50, torch.float32)])
