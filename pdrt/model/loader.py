@@ -25,6 +25,7 @@ from pdrt.model.fused_structure import FUSED_TYPES, NotFusedError
 from pdrt.model.identity import read_json
 from pdrt.model.native.attention import NativeAttention
 from pdrt.model.native.library import Kernels, load_kernels
+from pdrt.model.native.self_test import check_kernels
 from pdrt.model.native.step import can_attend
 from pdrt.model.quantization import check_quantization, checkpoint_method, transformers_config
 from pdrt.model.resources import choose_dtype, cpu_flags
@@ -103,7 +104,8 @@ def load_model(
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot read the model's configuration: {error}") from error
     _check_class(config)
-    kernels = load_kernels(cpu_flags()) if device.type == "cpu" else None
+    is_cpu = device.type == "cpu"
+    kernels = load_kernels(cpu_flags(), check=check_kernels) if is_cpu else None
     is_quantized = (model.quantization or checkpoint_method(raw)) is not None
     is_fused = kernels is not None and config.model_type in FUSED_TYPES and not is_quantized
     dtype = choose_dtype(model.dtype, checkpoint_dtype(config), device.type, cpu_flags(), is_fused)
