@@ -195,9 +195,9 @@ class BlockAttention {
         if (factor != 1) multiply_by(out + row * columns, columns, factor);
     }
 
-    // Probabilities are 0 as far as other rows of the tile see keys.
+    // Probabilities are 0 as far as other rows of the tile see keys, and to the end of a vector.
     void exponentiate_row(int row, int first, float *scores) {
-        const int tile_keys = tile_end(row - row % TILE_ROWS, first);
+        const int tile_keys = round_up(tile_end(row - row % TILE_ROWS, first), LANES);
         const int begin = visible_begin(row, first), end = visible_end(row, first);
         const int filled = begin < end ? round_up(end, LANES) : 0;
         if (filled) take_exponentials(call, scores, end, softmax[row]);

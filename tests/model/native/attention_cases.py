@@ -49,9 +49,9 @@ class Case:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for line, context in zip(self.tables, contexts, strict=True):
-            stored = torch.randn(
-                (2, context, shape.kv_heads, shape.head_dim), generator=rng
-            ).to(shape.pool_type)
+            stored = torch.randn((2, context, shape.kv_heads, shape.head_dim), generator=rng).to(
+                shape.pool_type
+            )
             for position in range(context):
                 page = int(line[position // shape.page_size])
                 offset = position % shape.page_size

@@ -23,14 +23,14 @@ from pdrt.model.resources import cpu_flags
 WIDE_BYTES = 64
 """AVX-512's vectors, split in two by the compiler where the processor lacks them."""
 
-BuildKernels = Callable[[Sequence[str]], Kernels]
+BuildKernels = Callable[..., Kernels]
 
 
 @pytest.fixture(scope="session")
 def build_wide_kernels(tmp_path_factory: pytest.TempPathFactory) -> BuildKernels:
-    """`build_wide_kernels(["linear"])`: those sources with vectors of 64 bytes, for AVX2."""
+    """`build_wide_kernels(["linear"], flags)`: those sources with vectors of 64 bytes, for AVX2."""
 
-    def build(names: Sequence[str]) -> Kernels:
+    def build(names: Sequence[str], more_flags: Sequence[str] = ()) -> Kernels:
         if shutil.which("g++") is None or not INSTRUCTION_SETS["avx2"].issubset(cpu_flags()):
             pytest.skip("needs g++ and AVX2")
         folder = tmp_path_factory.mktemp("kernels")
@@ -39,7 +39,7 @@ def build_wide_kernels(tmp_path_factory: pytest.TempPathFactory) -> BuildKernels
         flags = [
             "-std=c++17", "-O1", "-mavx2", "-mfma", "-Wno-psabi", "-fopenmp", "-fPIC",
             f"-DPDRT_VECTOR_BYTES={WIDE_BYTES}", '-DPDRT_ISA="wide"',
-            f'-DPDRT_INTERFACE="{interface_version()}"',
+            f'-DPDRT_INTERFACE="{interface_version()}"', *more_flags,
         ]  # fmt: skip
         subprocess.run(["g++", *flags, "-c", *sources], cwd=folder, check=True)
         path = folder / "libpdrt_wide.so"
