@@ -67,7 +67,7 @@ def use_forward(monkeypatch: pytest.MonkeyPatch) -> UseForward:
 
     def use(forward: str) -> None:
         if forward == "sdpa":
-            monkeypatch.setattr(loader, "load_kernels", lambda flags: None)
+            monkeypatch.setattr(loader, "load_kernels", lambda flags, check: None)
         elif load_kernels(cpu_flags()) is None:
             pytest.skip("no compiled kernels")
         elif forward == "native":
