@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -24,17 +25,11 @@ COMMON_FLAGS = [
     "-std=c++17", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
     "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi",
 ]  # fmt: skip
-AVX2_FLAGS = ["-mavx2", "-mfma", "-mbmi2"]
-AVX512_FLAGS = [
-    *AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
-    "-mprefer-vector-width=512",
-]  # fmt: skip
-X86_FLAGS = {
-    "avx2": AVX2_FLAGS,
-    "avx512": AVX512_FLAGS,
-    "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16"],
-}
-"""By name, the instruction sets besides "portable", which is the compiler's own default."""
+AVX2 = ("avx2", "fma", "bmi2")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+X86_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": (*AVX512, "avx512_bf16")}
+"""Instruction sets besides "portable", the compiler's own default, and the flags in /proc/cpuinfo
+of a processor that has them: `INSTRUCTION_SETS` of pdrt/model/native/library.py."""
 
 
 class BuildKernels(build_ext):
@@ -43,6 +38,9 @@ class BuildKernels(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or len(os.sched_getaffinity(0))
+        if self.inplace:  # an editable install stays on this machine; all of them take a minute
+            unusable = {isa for isa, flags in X86_SETS.items() if not has_flags(flags)}
+            self.extensions = [e for e in self.extensions if isa_of(e.name) not in unusable]
 
     def get_ext_filename(self, fullname: str) -> str:
         *package, isa = fullname.split(".")
@@ -60,19 +58,42 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(objects, path, target_lang="c++")
 
 
+def has_flags(flags: Sequence[str]) -> bool:
+    """Whether this machine's processor has these; it does, as far as one can tell without Linux."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    return set(flags).issubset(text.split())
+
+
+def isa_of(extension: str) -> str:
+    return extension.rpartition(".")[2]
+
+
+def compiler_flags(flags: Sequence[str]) -> list[str]:
+    """What turns on the instructions that /proc/cpuinfo names so."""
+    names = [f"-m{flag.replace('_', '')}" for flag in flags]
+    return [*names, "-mprefer-vector-width=512"] if "avx512f" in flags else names
+
+
 def kernels() -> list[Extension]:
     """An extension per instruction set that this kind of processor may have."""
     interface = hashlib.sha256((SOURCES / "kernels.h").read_bytes()).hexdigest()[:16]
-    instruction_sets = {"portable": list[str]()}
+    instruction_sets: dict[str, tuple[str, ...]] = {"portable": ()}
     if platform.machine() in X86_MACHINES:
-        instruction_sets |= X86_FLAGS
-    names = [f'-DPDRT_INTERFACE="{interface}"']
+        instruction_sets |= X86_SETS
     return [
         Extension(
             f"{PACKAGE}.{isa}",
             sources=sorted(map(str, SOURCES.glob("*.cpp"))),
             depends=sorted(map(str, SOURCES.glob("*.h"))),
-            extra_compile_args=[*COMMON_FLAGS, *flags, *names, f'-DPDRT_ISA="{isa}"'],
+            extra_compile_args=[
+                *COMMON_FLAGS,
+                *compiler_flags(flags),
+                f'-DPDRT_INTERFACE="{interface}"',
+                f'-DPDRT_ISA="{isa}"',
+            ],
             language="c++",
             optional=True,
         )

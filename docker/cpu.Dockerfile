@@ -9,9 +9,12 @@ COPY constraints.txt ./
 # PyTorch's own index has the CPU build; PyPI's is the CUDA one, ten times the size.
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu \
     "$(sed -n '/^torch==/s/$/+cpu/p' constraints.txt)"
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY pdrt pdrt
-RUN pip install --no-cache-dir -c constraints.txt .
+# g++ builds the kernels, for each instruction set, and is not needed afterwards.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ \
+    && pip install --no-cache-dir -c constraints.txt . \
+    && apt-get purge -y --auto-remove g++ && rm -rf /var/lib/apt/lists/*
 
 USER pdrt
 WORKDIR /home/pdrt

@@ -12,7 +12,7 @@ RUN useradd --create-home pdrt && mkdir /home/pdrt/.cache && chown pdrt: /home/p
 WORKDIR /opt/pdrt
 COPY constraints.txt ./
 RUN pip install --no-cache-dir -c constraints.txt torch
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY pdrt pdrt
 RUN pip install --no-cache-dir -c constraints.txt .
 
