@@ -90,6 +90,7 @@ async def gateway() -> None:
         if b"Register" not in frame[:32]:
             return
         register = reader.read(frame)
+        assert register is not None, "its type was looked at"
         answer = Registered(incarnation, register.worker, register.seq)
         channel.send(peer, encode(answer))
 

@@ -24,6 +24,7 @@ import msgspec
 import uvloop
 from bars import Document
 from documents import Output, add_flags, finish
+from local import stop_when_told
 from rows import Figures, Row, flat, print_rows, repeat, unclean
 from stand_in import StandIn
 
@@ -40,14 +41,19 @@ TOKENS = 800
 """Of each stream."""
 WARM_UP_TOKENS = 5
 """That every stream has had before the measured time begins."""
-UNREAD_TOKENS = 20_000
-"""Of the stream that nobody reads: far more than sockets and the worker hold for it."""
+UNREAD_TOKENS = 8_000
+"""Of the stream that nobody reads: more than sockets and the worker hold for it, and within the
+context of most models."""
+SMALL_BYTES = 4096
+"""What its socket takes in."""
 SECONDS_PER_ROW = 0.04 / STREAMS
 SECONDS_MIN = 0.002
 PAGES = 1 << 14
 HANG_SECONDS = 120.0
 EVENT = b"data: {"
-LAST = b'"finish_reason":"length"'
+LAST, DONE = b'"finish_reason":"length"', b"data: [DONE]"
+TAIL_BYTES = 64
+"""No shorter than any of the three."""
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -62,25 +68,21 @@ class Stream(asyncio.Protocol):
         over: set when the answer has ended, or the connection is gone.
     """
 
-    def __init__(self, request: bytes, reads: bool) -> None:
+    def __init__(self) -> None:
         self.events = 0
         self.is_whole = False
         self.over = asyncio.Event()
-        self._request, self._reads = request, reads
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's own is no subclass of it
-        self.transport.write(self._request)
-        if not self._reads:
-            self.transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
-        text = self._tail + data
-        self.events += text.count(EVENT)
-        self._tail = text[-len(EVENT) + 1 :]
-        self.is_whole |= LAST in data
-        if b"data: [DONE]" in text[-64:]:
+        text = self._tail + data  # what is looked for may come in two pieces
+        self.events += text.count(EVENT) - self._tail.count(EVENT)
+        self.is_whole |= LAST in text
+        self._tail = text[-TAIL_BYTES:]
+        if DONE in self._tail:
             self.over.set()
             self.transport.close()
 
@@ -97,7 +99,18 @@ class Service:
         self.server = tuple(str(process.pid) for process in processes)
         self._serial = 0
 
-    async def stream(self, tokens: int, reads: bool = True) -> Stream:
+    async def stream(self) -> Stream:
+        """Of `TOKENS` tokens, read as it comes."""
+        connection = await self._request(TOKENS)
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(Stream, sock=connection)
+        return made
+
+    async def unread(self) -> socket.socket:
+        """A stream of `UNREAD_TOKENS` tokens of which nothing is read."""
+        return await self._request(UNREAD_TOKENS, SMALL_BYTES)
+
+    async def _request(self, tokens: int, buffer_bytes: int | None = None) -> socket.socket:
         self._serial += 1
         body = json.dumps(
             {
@@ -111,15 +124,14 @@ class Service:
         )
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        made = Stream((head + body).encode(), reads)
         connection = socket.socket()
-        if not reads:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        if buffer_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(connection, ("127.0.0.1", self.port))
-        await loop.create_connection(lambda: made, sock=connection)
-        return made
+        await loop.sock_sendall(connection, (head + body).encode())
+        return connection
 
     def cpu_seconds(self) -> float:
         """Of the gateway's process, so far."""
@@ -137,7 +149,7 @@ class Service:
 
 async def streams(service: Service, count: int) -> Figures:
     """`count` streams side by side, from the moment when all of them run until the first ends."""
-    made = [await service.stream(TOKENS) for _ in range(count)]
+    made = [await service.stream() for _ in range(count)]
     await _until(lambda: all(stream.events > WARM_UP_TOKENS for stream in made), "all streams run")
     if any(stream.over.is_set() for stream in made):
         raise PdrtError("a stream ended before all had begun: this machine is too busy")
@@ -157,23 +169,24 @@ async def streams(service: Service, count: int) -> Figures:
 
 async def beside_unread(service: Service, limit: int) -> Figures:
     """As many, beside one that is not read: with `limit` tokens waiting, its sequence waits too."""
-    slow = await service.stream(UNREAD_TOKENS, reads=False)
+    with await service.unread():
+        await _paused(service, limit)
+        made = [await service.stream() for _ in range(STREAMS - 1)]
+        with contextlib.suppress(TimeoutError):
+            await _ended(made)
+        still = await service.unread_tokens()
+    if limit not in still:
+        raise PdrtError(f"the unread stream did not wait: unread tokens {still}")
+    return {"share_ended": sum(stream.is_whole for stream in made) / len(made)}
+
+
+async def _paused(service: Service, limit: int) -> None:
+    """Until a sequence has `limit` tokens that its client has not taken: no step has it then."""
     deadline = time.monotonic() + HANG_SECONDS
     while limit not in (unread := await service.unread_tokens()):
         if time.monotonic() > deadline:
             raise PdrtError(f"nothing paused: unread tokens {unread}")
         await asyncio.sleep(0.1)
-    made = [await service.stream(TOKENS) for _ in range(STREAMS - 1)]
-    with contextlib.suppress(TimeoutError):
-        await _ended(made)
-    still = await service.unread_tokens()
-    found = {
-        "share_ended": sum(stream.is_whole for stream in made) / len(made),
-        "unread_tokens": float(max(still, default=0)),
-        "events_read_by_it": float(slow.events),
-    }
-    slow.transport.abort()
-    return found
 
 
 def _events(made: list[Stream]) -> int:
@@ -267,6 +280,7 @@ def main() -> int:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     add_flags(parser)
     options = parser.parse_args()
+    stop_when_told()
     if options.worker:
         role, address = options.worker
         uvloop.run(work(role, address, options.model))

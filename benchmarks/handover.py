@@ -79,7 +79,7 @@ def room_phases(args: argparse.Namespace) -> dict[str, float]:
 
     def mean(role: str, phase: str) -> float:
         spent = after[role, phase, "sum"] - before.get((role, phase, "sum"), 0.0)
-        return 1e3 * spent / args.requests
+        return 1e3 * spent / float(args.requests)
 
     until_first = mean("decode", "prefill")
     waited, computed = mean("prefill", "queued"), mean("prefill", "compute")

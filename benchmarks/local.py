@@ -231,6 +231,11 @@ def bodies(standard: Standard, name: str, attempt: int) -> list[Body]:
     return [completion_body(shape, draw) for _ in range(plan.requests + 1)]
 
 
+def stop_when_told() -> None:
+    """SIGTERM ends this process as Ctrl-C does: through the contexts that stop what it started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def command() -> list[str]:
     """How a user starts pdrt here."""
     if Path(sys.prefix) == ROOT / ".venv":

@@ -22,7 +22,7 @@ from bars import Document
 from documents import Output, add_flags, finish
 from executor import POOL_BYTES, Case, load, measure
 from floors import Floors
-from local import Up
+from local import Up, stop_when_told
 from rows import Figures, Row, Take, print_rows, repeat
 from shapes import model_shape
 from standard import Plan, Standard, figures_of, served
@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("--plots", metavar="DIRECTORY", type=Path, help="write PNG files here")
     add_flags(parser)
     options = parser.parse_args()
+    stop_when_told()
     try:
         rows = asyncio.run(executor_rows(options))
         rows += [service_row(options, prefill, decode) for prefill, decode in WORKERS]

@@ -82,6 +82,7 @@ def _standard(parsed: dict[str, Any]) -> int:
 
 def _up(parsed: dict[str, Any]) -> int:
     """All but the last start are only timed."""
+    local.stop_when_told()
     given, repeats = shlex.split(parsed["up"]), parsed["repeats"]
     wanted = parsed["rows"] or (*ROWS, *LOCAL_ROWS)
     starts: list[Attempt] = []
