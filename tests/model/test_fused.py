@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from pdrt.model import attention, loader
+from pdrt.model import attention, fused_check, loader
 from pdrt.model.attention import ForwardContext, LayerCall
 from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
 from pdrt.model.fused_kernels import FusedKernels
 from pdrt.model.fused_structure import FUSED_TYPES, NotFusedError, Structure, recognize
+from pdrt.model.native.linear import LinearKind, LinearPlan, TorchLinear
 from tests.model.conftest import LoadExecutor, TinyModel, UseForward
 from tests.model.families import FAMILIES
 from tests.model.sequences import GREEDY, PageSource, Run, run_step
@@ -272,11 +273,59 @@ def test_a_row_does_not_depend_on_its_batch(executor: Executor) -> None:
 def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
     family: str, tiny_model: TinyModel, load_executor: LoadExecutor, use_forward: UseForward
 ) -> None:
-    """By the KL divergence from float32, of the same weights: those that bfloat16 can hold."""
     use_forward("fused")
     directory = tiny_model(family, initializer_range=0.12)
     executor = load_executor(directory, page_size=4, dtype="bfloat16")
     assert executor.description.startswith("fused decoder")
+    assert_near_in_bfloat16(directory, executor)
+
+
+# Linear layers of other kinds, which processors with instructions for bfloat16 have
+
+
+def _pack_torch(dtype: torch.dtype) -> LinearPlan:
+    return LinearPlan(LinearKind.TORCH, dtype, TorchLinear, lambda part: TorchLinear([part]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
+def test_layers_that_do_not_write_where_they_are_told(
+    family: str,
+    tmp_path: Path,
+    load_executor: LoadExecutor,
+    use_forward: UseForward,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_forward("fused")
+    plan = _pack_torch(torch.float32)
+    monkeypatch.setattr(fused_check, "choose_linear", lambda *arguments: plan)
+    (kind,) = (each for each in FAMILIES if each.name == family)
+    write_model(tmp_path, kind.config, {"initializer_range": 0.12, **kind.settings})
+    executor = load_executor(tmp_path, page_size=4)
+    assert "torch linears (float32 stored, float32 computed)" in executor.description
+    check(tmp_path, generate(executor))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "qwen3"])
+def test_activations_in_bfloat16(
+    family: str,
+    tmp_path: Path,
+    load_executor: LoadExecutor,
+    use_forward: UseForward,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_forward("fused")
+    plan = _pack_torch(torch.bfloat16)
+    monkeypatch.setattr(fused_check, "choose_linear", lambda *arguments: plan)
+    (kind,) = (each for each in FAMILIES if each.name == family)
+    write_model(tmp_path, kind.config, {"initializer_range": 0.12, **kind.settings})
+    executor = load_executor(tmp_path, page_size=4, dtype="bfloat16")
+    assert "torch linears (bfloat16 stored, bfloat16 computed)" in executor.description
+    assert_near_in_bfloat16(tmp_path, executor)
+
+
+def assert_near_in_bfloat16(directory: Path, executor: Executor) -> None:
+    """As near to float32 as transformers in bfloat16, of the same weights: those that bfloat16 can
+    hold; by the KL divergence."""
     (run,) = generate(executor, (45,))
     tokens = torch.tensor([run.tokens[:-1]])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
