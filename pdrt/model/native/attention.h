@@ -16,7 +16,7 @@ constexpr int HEAD_DIM_MAX = 256;
 // Query heads of one KV head that are attended together; larger groups go in several parts.
 constexpr int HEADS_MAX = 16;
 // Keys between two updates of the softmax: their keys and values stay in L2 meanwhile.
-constexpr int KEY_BLOCK = 64;
+constexpr int KEY_BLOCK = 128;
 
 constexpr int round_up(int count, int multiple) {
     return (count + multiple - 1) / multiple * multiple;
