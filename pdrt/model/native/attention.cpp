@@ -72,7 +72,7 @@ void attend_shared(const Attention &call, const std::vector<Task> &tasks) {
         RowState &state = states[first_part[index]];
         for (int part = first_part[index] + 1; part < first_part[index + 1]; ++part)
             merge(state, states[part], tasks[index].heads, call.pool.head_dim);
-        write_row<Query>(call, tasks[index], state);
+        write_row<Query, Stored>(call, tasks[index], state);
     }
 }
 
@@ -87,14 +87,14 @@ void attend_rows(const Attention &call) {
     run_all(count, [&](int index) { attend_row<Product, Query, Stored>(call, tasks[index]); });
 }
 
-template <class Product, class Query, class Stored>
+template <class RowProduct, class BlockProduct, class Query, class Stored>
 void attend_all(const Attention &call) {
-    const bool fits_rows = call.pool.head_dim % (LANES * Product::WIDTH) == 0;
+    const bool fits_rows = call.pool.head_dim % RowProduct::NUMBERS == 0;
     const std::vector<Task> blocks = block_tasks(call, !fits_rows);
     run_all(static_cast<int>(blocks.size()), [&](int index) {
-        BlockAttention<Product, Query, Stored>(call, blocks[index]).attend();
+        BlockAttention<BlockProduct, Query, Stored>(call, blocks[index]).attend();
     });
-    if (fits_rows) attend_rows<Product, Query, Stored>(call);
+    if (fits_rows) attend_rows<RowProduct, Query, Stored>(call);
 }
 
 // A vector's worth of numbers, or the rest of a head.
@@ -132,11 +132,12 @@ int pdrt_attend(const PdrtPool *pool, const PdrtStep *step, int32_t layer, int32
     const Attention call = {*pool, *step, layer,      heads / pool->kv_heads, query,
                             out,   query_stride, out_stride, scale, softcap, window};
     if (type == PDRT_F32 && pool->type == PDRT_F32)
-        attend_all<Singles, float, float>(call);
+        attend_all<Singles, Singles, float, float>(call);
     else if (type == PDRT_F32 && pool->type == PDRT_BF16)
-        attend_all<Singles, float, Bf16>(call);
+        attend_all<Halves, Singles, float, Bf16>(call);
     else if (type == PDRT_BF16 && pool->type == PDRT_BF16)
-        attend_all<std::conditional_t<HAS_PAIRS, Pairs, Singles>, Bf16, Bf16>(call);
+        attend_all<std::conditional_t<HAS_PAIRS, Pairs, Halves>,
+                   std::conditional_t<HAS_PAIRS, Pairs, Singles>, Bf16, Bf16>(call);
     else
         return -1;
     return 0;

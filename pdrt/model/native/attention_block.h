@@ -1,7 +1,7 @@
 // Attention of a block of queries over their sequence (prefill): bound by arithmetic.
 //
-// The block's rows are its tokens' heads. A block of keys is laid out for products once, transposed,
-// and every few rows take it all the way: scores, softmax, sum of values, with the scores in L1.
+// The block's rows are its tokens' heads. A block of keys is laid out for products once, and every
+// few rows take it all the way: scores, softmax, sum of values, with the scores in L1.
 #pragma once
 
 #include "attention.h"
@@ -103,9 +103,12 @@ class BlockAttention {
     void attend() {
         pack_queries();
         std::fill_n(out, round_up(rows, TILE_ROWS) * columns, 0.0f);
+        if (columns != head_dim)
+            std::fill_n(values, KEY_BLOCK / Product::WIDTH * columns, Element());
         const int end = task.position + task.tokens;
         int first = call.first_key(task.position) / KEY_BLOCK * KEY_BLOCK;
-        for (; first < end; first += KEY_BLOCK) attend_keys(first, std::min(KEY_BLOCK, end - first));
+        for (; first < end; first += KEY_BLOCK)
+            attend_keys(first, std::min(KEY_BLOCK, end - first));
         for (int row = 0; row < rows; ++row)
             write_out<Query>(call, task, row / task.heads, row % task.heads, out + row * columns,
                              1 / softmax[row].sum);
@@ -244,5 +247,5 @@ class BlockAttention {
     alignas(VECTOR_BYTES) float out[BLOCK_ROWS * HEAD_DIM_MAX];
     // [element][key], and [key or pair of keys][column], whose columns past head_dim stay 0.
     alignas(VECTOR_BYTES) Element keys[HEAD_DIM_MAX / Product::WIDTH * KEY_BLOCK];
-    alignas(VECTOR_BYTES) Element values[KEY_BLOCK / Product::WIDTH * HEAD_DIM_MAX] = {};
+    alignas(VECTOR_BYTES) Element values[KEY_BLOCK / Product::WIDTH * HEAD_DIM_MAX];
 };

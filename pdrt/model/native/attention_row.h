@@ -1,13 +1,13 @@
 // Attention of one token over its sequence: bound by how fast keys and values come from memory.
 //
 // All query heads of a KV head go through its pages together, so that these are read once. Needs
-// head_dim to be a multiple of the vector's numbers; the block kernel does the rest.
+// head_dim to be a multiple of NUMBERS; the block kernel does the rest.
 #pragma once
 
 #include "attention.h"
 
 // Keys of a long sequence are attended in parts of this many, each with a softmax of its own, that
-// are merged in order. Always, so that a result does not depend on how many threads shared the work.
+// are merged in order. Always, so that a result does not depend on how many threads there were.
 constexpr int PART_KEYS = 1024;
 // Heads whose sums fit into 16 registers, several keys or columns at once.
 constexpr int TILE_HEADS = 4;
@@ -27,7 +27,7 @@ template <class Product, int HEADS, class Stored>
 void score_keys(const typename Product::Element *query, const Stored *keys, int count,
                 int head_dim, float *scores, const char *ahead) {
     constexpr int KEYS = std::min(keys_at_once(HEADS), LANES);
-    constexpr int STEP_BYTES = LANES * Product::WIDTH * KEYS * static_cast<int>(sizeof(Stored));
+    constexpr int STEP_BYTES = Product::NUMBERS * KEYS * static_cast<int>(sizeof(Stored));
     const int elements = head_dim / Product::WIDTH;
     for (int first = 0; first < count; first += LANES) {
         Floats products[HEADS][LANES / KEYS];
@@ -37,23 +37,20 @@ void score_keys(const typename Product::Element *query, const Stored *keys, int 
             for (int i = 0; i < KEYS; ++i)
                 key[i] = keys + std::min(first + part * KEYS + i, count - 1) * head_dim;
             Floats sums[HEADS][KEYS] = {};
-            int element = 0;
+            int number = 0;
             do {
                 prefetch(ahead, STEP_BYTES);
                 ahead += STEP_BYTES;
-                typename Product::Vector numbers[KEYS];
                 unroll<KEYS>([&](auto i) {
-                    numbers[i] = Product::load_stored(key[i] + element * Product::WIDTH);
-                });
-                unroll<HEADS>([&](auto head) {
-                    const auto queries = Product::load_elements(query + head * elements + element);
-                    unroll<KEYS>([&](auto i) {
-                        sums[head][i] =
-                            Product::multiply_add(sums[head][i], queries, numbers[i]);
+                    const auto numbers = Product::load_stored(key[i] + number);
+                    unroll<HEADS>([&](auto head) {
+                        const auto queries = Product::load_elements(query + head * elements +
+                                                                    number / Product::WIDTH);
+                        sums[head][i] = Product::multiply_add(sums[head][i], queries, numbers);
                     });
                 });
-                element += LANES;
-            } while (element < elements);
+                number += Product::NUMBERS;
+            } while (number < head_dim);
             unroll<HEADS>([&](auto head) {
                 products[head][part] = sum_rows<1, KEYS>(sums[head]);
             });
@@ -63,6 +60,18 @@ void score_keys(const typename Product::Element *query, const Stored *keys, int 
                   sum_rows<KEYS, LANES / KEYS>(products[head]));
         });
     }
+}
+
+// Columns of values are summed up in the order in which they are loaded: as `Halves` has them where
+// they are stored as bfloat16.
+template <class Stored>
+constexpr int VALUE_VECTORS = sizeof(Stored) < sizeof(float) ? 2 : 1;
+
+inline void load_values(const float *from, Floats *to) { to[0] = load(from); }
+inline void load_values(const Bf16 *from, Floats *to) {
+    const Halves::Vector halves = Halves::load_stored(from);
+    to[0] = halves.even;
+    to[1] = halves.odd;
 }
 
 // out[head][column, …) += the sum of the values, each times its probability. Prefetches likewise.
@@ -79,7 +88,10 @@ void add_columns(const float *probabilities, const Stored *values, int count, in
         const Stored *value = values + static_cast<int64_t>(key) * head_dim;
         prefetch(ahead + key * STEP_BYTES, STEP_BYTES);
         Floats numbers[VECTORS];
-        unroll<VECTORS>([&](auto i) { numbers[i] = load(value + i * LANES); });
+        constexpr int AT_ONCE = VALUE_VECTORS<Stored>;
+        unroll<VECTORS / AT_ONCE>([&](auto i) {
+            load_values(value + i * (AT_ONCE * LANES), numbers + i * AT_ONCE);
+        });
         unroll<HEADS>([&](auto head) {
             const Floats probability = splat(probabilities[head * SCORE_STRIDE + key]);
             unroll<VECTORS>([&](auto i) { sums[head][i] += probability * numbers[i]; });
@@ -101,9 +113,10 @@ void add_values(const float *probabilities, const Stored *values, int count, int
     for (; column + VECTORS * LANES <= head_dim; column += VECTORS * LANES)
         add_columns<HEADS, VECTORS>(probabilities, values + column, count, head_dim, out + column,
                                     ahead_of(column));
-    for (; column < head_dim; column += LANES)
-        add_columns<HEADS, 1>(probabilities, values + column, count, head_dim, out + column,
-                              ahead_of(column));
+    constexpr int LEAST = VALUE_VECTORS<Stored>;
+    for (; column < head_dim; column += LEAST * LANES)
+        add_columns<HEADS, LEAST>(probabilities, values + column, count, head_dim, out + column,
+                                  ahead_of(column));
 }
 
 // Calls `tile(head, number)` with `number`, a constant, of up to TILE_HEADS heads at a time.
@@ -126,6 +139,22 @@ struct Run {
     int count;
 };
 
+// A vector's numbers of a query as the elements of a product.
+template <class Query>
+void take_query(Singles, const Query *from, float *to) {
+    store(to, load(from));
+}
+template <class Query>
+void take_query(Halves, const Query *from, float *to) {
+    for (int lane = 0; lane < LANES; ++lane) {
+        to[lane] = to_float(from[2 * lane]);
+        to[LANES + lane] = to_float(from[2 * lane + 1]);
+    }
+}
+inline void take_query(Pairs, const Bf16 *from, uint32_t *to) {
+    std::memcpy(to, from, VECTOR_BYTES);
+}
+
 template <class Product, class Query, class Stored>
 struct RowAttention {
     using Element = typename Product::Element;
@@ -140,10 +169,8 @@ struct RowAttention {
         for (int head = 0; head < task.heads; ++head) {
             const Query *from = query_of<Query>(call, task, 0, head);
             Element *to = query + head * (head_dim / Product::WIDTH);
-            for (int element = 0; element < head_dim / Product::WIDTH; element += LANES) {
-                const auto numbers = Product::load_stored(from + element * Product::WIDTH);
-                std::memcpy(to + element, &numbers, sizeof numbers);
-            }
+            for (int number = 0; number < head_dim; number += Product::NUMBERS)
+                take_query(Product(), from + number, to + number / Product::WIDTH);
         }
     }
 
@@ -230,11 +257,26 @@ inline void merge(RowState &state, const RowState &part, int heads, int head_dim
     }
 }
 
-template <class Query>
-void write_row(const Attention &call, const Task &task, const RowState &state) {
-    for (int head = 0; head < task.heads; ++head)
-        write_out<Query>(call, task, 0, head, state.out + head * call.pool.head_dim,
-                         1 / state.softmax[head].sum);
+// Puts sums into the order of the columns.
+inline void order_columns(const float *, float *, int) {}
+inline void order_columns(const Bf16 *, float *sums, int head_dim) {
+    for (int column = 0; column < head_dim; column += 2 * LANES) {
+        float halves[2 * LANES];
+        std::copy_n(sums + column, 2 * LANES, halves);
+        for (int lane = 0; lane < LANES; ++lane) {
+            sums[column + 2 * lane] = halves[lane];
+            sums[column + 2 * lane + 1] = halves[LANES + lane];
+        }
+    }
+}
+
+template <class Query, class Stored>
+void write_row(const Attention &call, const Task &task, RowState &state) {
+    for (int head = 0; head < task.heads; ++head) {
+        float *sums = state.out + head * call.pool.head_dim;
+        order_columns(static_cast<const Stored *>(nullptr), sums, call.pool.head_dim);
+        write_out<Query>(call, task, 0, head, sums, 1 / state.softmax[head].sum);
+    }
 }
 
 // Keys that a row's parts begin with: multiples of PART_KEYS but for the first.
@@ -258,5 +300,5 @@ void attend_row(const Attention &call, const Task &task) {
         attend_part<Product, Query, Stored>(call, task, index, part);
         merge(state, part, task.heads, call.pool.head_dim);
     }
-    write_row<Query>(call, task, state);
+    write_row<Query, Stored>(call, task, state);
 }

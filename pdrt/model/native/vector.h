@@ -143,7 +143,7 @@ constexpr Ints lane_numbers(std::integer_sequence<int, LANE...>) {
 template <int EXTRA>
 inline Floats reduced_exponential(Floats x) {
     constexpr float LOG2_E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
-    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: leaves an integer in the low bits
     const Floats shifted = x * LOG2_E + ROUNDER;
     const Floats power = shifted - ROUNDER;
     const Floats rest = (x - power * LN2_HIGH) - power * LN2_LOW;
@@ -159,7 +159,7 @@ inline Floats reduced_exponential(Floats x) {
 
 constexpr float EXPONENT_MIN = -86.9f;  // below, e^x is no normal number, and here 0
 
-// e^x within about 1 unit in the last place; 0 below -86.9, infinity where a float ends, NaN of NaN.
+// e^x within about 1.5 units in the last place; 0 below -86.9, infinity where a float ends.
 inline Floats exponential(Floats x) {
     constexpr float LARGEST = 89.0f;
     const Floats bounded = x > LARGEST ? splat(LARGEST) : x;
@@ -208,8 +208,8 @@ inline void transpose(Floats (&rows)[LANES]) {
     if constexpr (STEP > 1) transpose<STEP / 2>(rows);
 }
 
-// Lanes that are added up when the sums of rows are gathered. Rows of `STEP` sums each become one of
-// twice as many: within blocks of four lanes, which are cheap to mix, then block by block.
+// Lanes that are added up when the sums of rows are gathered. Rows of `step` sums each become one
+// of twice as many: within blocks of four lanes, which are cheap to mix, then block by block.
 constexpr int folded_lane(int step, int lane, bool is_second) {
     if (step < 4) {
         const int block = lane & ~3, of_row = (lane & 1) * 2 + (is_second ? 1 : 0);
