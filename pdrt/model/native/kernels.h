@@ -1,4 +1,4 @@
-// The C ABI of pdrt's CPU kernels: plain C, no torch, called through ctypes (which lets the GIL go).
+// The C ABI of the CPU kernels: plain C, no torch, called through ctypes (which lets the GIL go).
 //
 // One library per instruction set is built from these sources (setup.py) and the best one that the
 // processor has is loaded (library.py). Threads are OpenMP's, of the runtime that torch brought.
