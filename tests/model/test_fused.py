@@ -283,42 +283,45 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
 # Linear layers of other kinds, which processors with instructions for bfloat16 have
 
 
-def _pack_torch(dtype: torch.dtype) -> LinearPlan:
-    return LinearPlan(LinearKind.TORCH, dtype, TorchLinear, lambda part: TorchLinear([part]))
+LoadWithTorch = Callable[[str, str], Executor]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
-def test_layers_that_do_not_write_where_they_are_told(
-    family: str,
+@pytest.fixture
+def load_with_torch(
     tmp_path: Path,
     load_executor: LoadExecutor,
     use_forward: UseForward,
     monkeypatch: pytest.MonkeyPatch,
+) -> LoadWithTorch:
+    """`load_with_torch(dtype, family)`: a fused decoder of a family, its model in `tmp_path`, with
+    linear layers of torch."""
+
+    def load(name: str, family: str) -> Executor:
+        use_forward("fused")
+        dtype: torch.dtype = getattr(torch, name)
+        plan = LinearPlan(LinearKind.TORCH, dtype, TorchLinear, lambda part: TorchLinear([part]))
+        monkeypatch.setattr(fused_check, "choose_linear", lambda *arguments: plan)
+        (kind,) = (each for each in FAMILIES if each.name == family)
+        write_model(tmp_path, kind.config, {"initializer_range": 0.12, **kind.settings})
+        return load_executor(tmp_path, page_size=4, dtype=name)
+
+    return load
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
+def test_layers_that_do_not_write_where_they_are_told(
+    family: str, tmp_path: Path, load_with_torch: LoadWithTorch
 ) -> None:
-    use_forward("fused")
-    plan = _pack_torch(torch.float32)
-    monkeypatch.setattr(fused_check, "choose_linear", lambda *arguments: plan)
-    (kind,) = (each for each in FAMILIES if each.name == family)
-    write_model(tmp_path, kind.config, {"initializer_range": 0.12, **kind.settings})
-    executor = load_executor(tmp_path, page_size=4)
+    executor = load_with_torch("float32", family)
     assert "torch linears (float32 stored, float32 computed)" in executor.description
     check(tmp_path, generate(executor))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "qwen3"])
 def test_activations_in_bfloat16(
-    family: str,
-    tmp_path: Path,
-    load_executor: LoadExecutor,
-    use_forward: UseForward,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, tmp_path: Path, load_with_torch: LoadWithTorch
 ) -> None:
-    use_forward("fused")
-    plan = _pack_torch(torch.bfloat16)
-    monkeypatch.setattr(fused_check, "choose_linear", lambda *arguments: plan)
-    (kind,) = (each for each in FAMILIES if each.name == family)
-    write_model(tmp_path, kind.config, {"initializer_range": 0.12, **kind.settings})
-    executor = load_executor(tmp_path, page_size=4, dtype="bfloat16")
+    executor = load_with_torch("bfloat16", family)
     assert "torch linears (bfloat16 stored, bfloat16 computed)" in executor.description
     assert_near_in_bfloat16(tmp_path, executor)
 

@@ -48,16 +48,15 @@ class StepArrays:
             layout.head_dim,
         )  # fmt: skip
         rows = [*context.decode, *context.prefill]
-        lengths = np.array([len(row.token_ids) for row in rows])
-        starts = np.array([row.start for row in rows])
+        lengths = [len(row.token_ids) for row in rows]
         self._first = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(lengths, out=self._first[1:])
-        self._context = (starts + lengths).astype(np.int32)
+        self._context = np.array([row.end for row in rows], dtype=np.int32)
         self._tables = _tables(rows, layout.page_size)
         assert self._tables.min() >= 0, "page outside of the pool"
         assert self._tables.max() < context.pool.pages, "page outside of the pool"
         row_of = np.repeat(np.arange(len(rows)), lengths)
-        positions = np.arange(len(row_of)) + (starts - self._first[:-1])[row_of]
+        positions = context.positions.numpy()
         pages = self._tables[row_of, positions // layout.page_size].astype(np.int64)
         self._slots = pages * layout.page_size + positions % layout.page_size
         self.step = Step(
