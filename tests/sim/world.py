@@ -245,6 +245,8 @@ class World:
             for known in prefill.table.peers.known.values():
                 if any(e.state is not EngineState.OPEN for e in known.engines.values()):
                     return f"{prefill.name}: engines {list(known.engines)} are not settled"
+                if known.engines and known.incarnation not in self.decodes:
+                    return f"{prefill.name}: engines {list(known.engines)} outlive their decode"
         troubles = (self.unfinished_decode(decode) for decode in self.decodes.values())
         return next(filter(None, troubles), None)
 
