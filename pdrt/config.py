@@ -93,6 +93,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Annotated[
         str | None, _doc("quantize the weights while loading: int8 or nf4 (docs/models.md)")
     ] = None
+    kv_checksum: Annotated[
+        bool, _doc("compare checksums of KV pages before they are used; on all workers or on none")
+    ] = False
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 from pdrt.cli.load import Given, convert
@@ -51,6 +52,7 @@ def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool)
 
 
 def _check_protocol(protocol: ProtocolConfig) -> None:
+    _check_checksum(config.model)
     if protocol.silence_seconds <= protocol.hello_interval_seconds:
         raise ConfigError(
             f"--silence-seconds {protocol.silence_seconds} must be longer than "
@@ -105,6 +107,11 @@ def _check_lengths(model: ModelConfig, scheduler: SchedulerConfig) -> None:
 def _check_host(flag: str, host: str) -> None:
     if ":" in host:
         raise ConfigError(f"{flag} {host!r}: IPv6 is not supported; use an IPv4 address or a name")
+def _check_checksum(model: ModelConfig) -> None:
+    if model.kv_checksum and importlib.util.find_spec("xxhash") is None:
+        raise ConfigError("--kv-checksum needs xxhash: pip install 'pdrt[checksum]'")
+
+
     if re.fullmatch(_HOST, host) is None:
         raise ConfigError(f"{flag} {host!r} is not an address to bind to")
 

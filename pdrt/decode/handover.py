@@ -11,11 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from pdrt.config import ProtocolConfig
 from pdrt.errors import ConfigError, EngineError, PeerRefused
 from pdrt.ids import Incarnation, routing_id, short
 from pdrt.protocol.codec import encode
 from pdrt.protocol.effects import (
+    ChecksumPages,
     CloseFence,
     CloseSegment,
     Connect,
@@ -28,12 +31,14 @@ from pdrt.protocol.effects import (
     LeaseReady,
     OpenFence,
     OpenSegment,
+    PagesDiffer,
     SendToPrefill,
     TakeFirstToken,
 )
 from pdrt.protocol.leases import LeaseTable
 from pdrt.protocol.messages import PrefillToDecode, RankProcess
 from pdrt.transfer.channel import DealerChannel
+from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.effect_queue import EffectQueue
 from pdrt.transfer.engine import Receiver
 from pdrt.transfer.frames import FrameReader
@@ -42,7 +47,15 @@ from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
 log = logging.getLogger(__name__)
 
-RoomEffect = TakeFirstToken | LeaseReady | FailRoom | EndLease
+RoomEffect = TakeFirstToken | PagesDiffer | LeaseReady | FailRoom | EndLease
+
+
+class Landing(msgspec.Struct, frozen=True):
+    """Where pages land on this rank."""
+
+    receiver: Receiver
+    checksums: PageChecksums | None = None
+    """With `--kv-checksum`."""
 
 
 class _Fence:
@@ -70,14 +83,14 @@ class Handover:
     def __init__(
         self,
         table: LeaseTable,
-        receiver: Receiver,
+        landing: Landing,
         config: ProtocolConfig,
         loop: WorkerLoop,
         on_room: Callable[[RoomEffect], None],
     ) -> None:
         """`on_room` applies what concerns requests and pages."""
         self.table = table
-        self._receiver = receiver
+        self._landing = landing
         self._config = config
         self._loop = loop
         self._on_room = on_room
@@ -104,6 +117,8 @@ class Handover:
                 self._loop.start(self._open_segment(effect), "open segment")
             case CloseSegment():
                 self._loop.start(self._close_segment(effect), "close segment")
+            case ChecksumPages():
+                self._loop.start(self._checksum(effect), "checksums")
             case OpenFence():
                 self._open_fence(effect)
             case CloseFence():
@@ -144,7 +159,9 @@ class Handover:
     async def _open_segment(self, effect: OpenSegment) -> None:
         rank = 0
         try:
-            segment = await self._receiver.open_segment(rank, effect.endpoint, effect.generation)
+            segment = await self._landing.receiver.open_segment(
+                rank, effect.endpoint, effect.generation
+            )
         except EngineError as error:
             self._loop.end(ExitCode.CANNOT_GO_ON, f"cannot expose the KV pool: {error}")
             return
@@ -154,9 +171,14 @@ class Handover:
         )
 
     async def _close_segment(self, effect: CloseSegment) -> None:
-        await self._receiver.close_segment(effect.endpoint, effect.generation)
+        await self._landing.receiver.close_segment(effect.endpoint, effect.generation)
         now = time.monotonic()
         self.apply(self.table.segment_closed(effect.endpoint, effect.generation, 0, now))
+
+    async def _checksum(self, effect: ChecksumPages) -> None:
+        assert self._landing.checksums is not None, effect.room
+        landed = await self._landing.checksums.of_target(effect.pages, effect.slices)
+        self.apply(self.table.checksummed(effect.room, 0, landed, time.monotonic()))
 
     # Fences
 
@@ -214,4 +236,6 @@ class Handover:
             channel.close()
         for endpoint, writer in list(self._fences):
             self._close_fence(endpoint, writer)
-        self._receiver.close()
+        self._landing.receiver.close()
+        if self._landing.checksums is not None:
+            self._landing.checksums.close()

@@ -15,9 +15,9 @@ import msgspec
 from pdrt.config import ProtocolConfig
 from pdrt.decode.handover import Handover, RoomEffect
 from pdrt.decode.pages import DecodePages, RoomPages
-from pdrt.ids import Incarnation, RequestId, RoomId
+from pdrt.ids import Incarnation, RequestId, RoomId, short
 from pdrt.observe.metrics import Metrics
-from pdrt.protocol.effects import EndLease, FailRoom, LeaseReady, TakeFirstToken
+from pdrt.protocol.effects import EndLease, FailRoom, LeaseReady, PagesDiffer, TakeFirstToken
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.protocol.leases import GrantRequest, LeaseState, LeaseTable
 from pdrt.protocol.messages import TURNED_AWAY, FirstTokenData, Reason
@@ -154,6 +154,8 @@ class Rooms:
             case LeaseReady():
                 self._ready(effect)
             case FailRoom():
+            case PagesDiffer():
+                self._differ(effect)
                 self._failed(effect)
             case EndLease():
                 self._end_lease(effect.room)
@@ -188,6 +190,8 @@ class Rooms:
         self._pages.landed(effect.room, room.pages)
         if (request := self._request(effect.room)) is not None and request.awaits_scores:
             request.awaits_scores = False
+        if self.table.pairing.fingerprint.kv_checksum:
+            self._metrics.count_checksum_pages("equal", room.pages.written)
             self._events.on_scores(request, effect.prompt_logprobs, room.writer)
             if room.first is not None:
                 self._tell_first_token(request, room.first, room.writer, now)
@@ -207,6 +211,18 @@ class Rooms:
     def _failed(self, effect: FailRoom) -> None:
         room, now = self._rooms[effect.room], time.monotonic()
         if effect.room in self.table.leases:
+    def _differ(self, effect: PagesDiffer) -> None:
+        self._metrics.count_checksum_pages("different", len(effect.pages))
+        log.error(
+            "what landed is not what was sent",
+            extra={
+                "room": effect.room,
+                "writer": short(effect.writer),
+                "page_indices": effect.indices,
+                "pages": effect.pages,
+            },
+        )
+
             # It is being revoked; one that has drained already has nothing left to wait for.
             room.failed_at, room.reason = now, effect.reason
         request = self._request(effect.room)

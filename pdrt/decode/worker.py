@@ -13,9 +13,8 @@ import uvloop
 
 from pdrt.config import WorkerConfig
 from pdrt.decode.answers import Answers, Spoken
-from pdrt.decode.early_cancels import EarlyCancels
 from pdrt.decode.grammars import GrammarEvents, Grammars
-from pdrt.decode.handover import Handover
+from pdrt.decode.handover import Handover, Landing
 from pdrt.decode.pages import DecodePages
 from pdrt.decode.rooms import RoomEvents, Rooms
 from pdrt.decode.steps import Steps
@@ -42,6 +41,7 @@ from pdrt.protocol.leases import DecodeWorkerInfo, LeaseTable
 from pdrt.protocol.messages import Fingerprint, FirstTokenData
 from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
+from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalReceiver
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
@@ -84,7 +84,10 @@ class DecodeWorker:
         self.metrics = Metrics("decode", short(self.incarnation))
         self.tracer = Tracer(config.observe.otlp_endpoint, "decode", short(self.incarnation))
         identity = executor.identity
-        self.fingerprint = Fingerprint(identity.name, identity.digest, executor.layout)
+        is_checked = config.model.kv_checksum
+        self.fingerprint = Fingerprint(
+            identity.name, identity.digest, executor.layout, kv_checksum=is_checked
+        )
         self.scheduler = DecodeScheduler(
             executor.layout,
             identity.max_model_len,
@@ -98,7 +101,8 @@ class DecodeWorker:
         self.table = LeaseTable(info, config.protocol, now)
         self.loop = WorkerLoop(self._tick, self._leave)
         self.rooms = Rooms(self.table, self.kv, self.scheduler, config.protocol, self.metrics)
-        self.handover = Handover(self.table, receiver, config.protocol, self.loop, self.rooms.apply)
+        landing = Landing(receiver, PageChecksums(executor.pool) if is_checked else None)
+        self.handover = Handover(self.table, landing, config.protocol, self.loop, self.rooms.apply)
         self.links = GatewayLinks(
             config.gateway,
             self.incarnation,
@@ -129,7 +133,6 @@ class DecodeWorker:
             self.view.reasons,
             self.view.status,
         )
-        self._early_cancels = EarlyCancels()
         self._announced: object = None
         self._leave_by: float | None = None
         self._unpaired_since = now
@@ -172,9 +175,6 @@ class DecodeWorker:
         if submit.request in self.scheduler.requests:
             self.table.stale["submit_again"] += 1
             return
-        if submit.request in self._early_cancels:
-            self.table.stale["submit_after_cancel"] += 1
-            return
         refusal = self._refuse(submit)
         if refusal is not None:
             self.answers.refused(submit, refusal)
@@ -207,8 +207,7 @@ class DecodeWorker:
     def _cancel(self, cancel: Cancel) -> None:
         request = self.scheduler.requests.get(cancel.request)
         if request is None:
-            # It has ended already, or did not come yet: either way this ends the gateway's asking.
-            self._early_cancels.note(cancel.request)
+            # It has ended already, or never came: either way this ends the gateway's asking.
             self.links.send(Finished(cancel.request, self.incarnation, FinishReason.CANCELLED))
             return
         is_stop = cancel.reason == STOP_STRING

@@ -160,6 +160,10 @@ class Metrics:
 
     def render(self) -> bytes:
         """Prometheus text, one HELP and TYPE per family."""
+    def count_checksum_pages(self, result: str, pages: int) -> None:
+        """`result`: equal or different."""
+        self._store.add(f.CHECKSUM_PAGES, pages, result)
+
         process = read_process()
         for family, value in (
             (f.RESIDENT, process.resident_bytes),

@@ -28,9 +28,8 @@ from pdrt.protocol.room_writer import RankEnd
 from pdrt.protocol.rooms import RoomTable
 from pdrt.transfer.channel import RouterChannel
 from pdrt.transfer.effect_queue import EffectQueue
-from pdrt.transfer.engine import Sender
 from pdrt.transfer.frames import FrameReader
-from pdrt.transfer.room_task import Close, RoomEvent, RoomTask, SlicePlan
+from pdrt.transfer.room_task import Close, RoomEvent, RoomTask, SlicePlan, Transfer
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -44,8 +43,7 @@ class Handover:
     def __init__(
         self,
         table: RoomTable,
-        sender: Sender,
-        layout: KvLayout,
+        transfer: Transfer,
         config: WorkerConfig,
         loop: WorkerLoop,
     ) -> None:
@@ -61,10 +59,9 @@ class Handover:
         """Applies what concerns computation and pages."""
         self.on_end: Callable[[Drained], None] = lambda drained: None
         """A room is over, and this was said of it."""
-        self._sender = sender
+        self._transfer = transfer
         self._inbox_max = config.protocol.inbox_max
         self._loop = loop
-        self._plan = _single_rank_plan(layout)
         self._tasks: dict[RoomId, RoomTask] = {}
         self.apply = EffectQueue(self._apply).apply
         frame_bytes_max = config.protocol.frame_bytes_max
@@ -112,7 +109,7 @@ class Handover:
     async def _open_engine(self, effect: OpenEngine) -> None:
         decode, generation = effect.decode, effect.generation
         try:
-            await self._sender.open(decode, generation, effect.segments)
+            await self._transfer.sender.open(decode, generation, effect.segments)
         except EngineError as error:
             log.error("cannot reach a decode pool: %s", error)
             now = time.monotonic()
@@ -121,7 +118,7 @@ class Handover:
         self.apply(self.table.engine_opened(decode, generation, 0, time.monotonic()))
 
     async def _close_engine(self, effect: CloseEngine) -> None:
-        await self._sender.close_instance(effect.decode, effect.generation)
+        await self._transfer.sender.close_instance(effect.decode, effect.generation)
         now = time.monotonic()
         self.apply(self.table.engine_closed(effect.decode, effect.generation, 0, now))
 
@@ -129,7 +126,7 @@ class Handover:
 
     def _open_room(self, effect: OpenRoom) -> None:
         """The room's task exists before any forward that fills the room."""
-        task = RoomTask(effect.grant, self._plan, self._sender, self._inbox_max, self._rank_ended)
+        task = RoomTask(effect.grant, self._transfer, self._inbox_max, self._rank_ended)
         self._tasks[task.room] = task
         self._loop.start(task.run(), f"room {task.room}")
         self.on_room(effect)
@@ -152,10 +149,12 @@ class Handover:
     def close(self) -> None:
         """At exit."""
         self._channel.close()
-        self._sender.close()
+        self._transfer.sender.close()
+        if self._transfer.checksums is not None:
+            self._transfer.checksums.close()
 
 
-def _single_rank_plan(layout: KvLayout) -> SlicePlan:
+def single_rank_plan(layout: KvLayout) -> SlicePlan:
     """One rank to one rank: whole pages."""
     return SlicePlan(
         copies=tuple(slice_plan(layout, 1, 1)[0]),

@@ -6,7 +6,7 @@ import msgspec
 
 from pdrt.kv.layout import KvLayout
 from pdrt.model.identity import ModelIdentity
-from pdrt.protocol.codec import FRAME_REST_BYTES, prompt_logprobs_bytes
+from pdrt.protocol.codec import FRAME_REST_BYTES, PAGE_CHECKSUM_BYTES, prompt_logprobs_bytes
 from pdrt.protocol.messages import Grant
 
 
@@ -43,7 +43,8 @@ def _logprobs_refusal(grant: Grant, frame_bytes_max: int) -> str | None:
     if top is None:
         return None
     tokens = len(grant.token_ids) - grant.output_tokens
-    size = prompt_logprobs_bytes(tokens, top) + FRAME_REST_BYTES
+    checksums = len(grant.pages) * PAGE_CHECKSUM_BYTES
+    size = prompt_logprobs_bytes(tokens, top) + checksums + FRAME_REST_BYTES
     if size <= frame_bytes_max:
         return None
     return (

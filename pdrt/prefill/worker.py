@@ -24,7 +24,7 @@ from pdrt.observe.metrics import Metrics
 from pdrt.observe.tracing import Tracer
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.prefill.ends import RoomEnds
-from pdrt.prefill.handover import Handover, RoomEffect
+from pdrt.prefill.handover import Handover, RoomEffect, single_rank_plan
 from pdrt.prefill.judge import Limits, refusal
 from pdrt.prefill.prompts import Prompts, grammar_of
 from pdrt.prefill.view import PrefillView
@@ -37,10 +37,11 @@ from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
 from pdrt.sampling import Grammar
 from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.scheduling.prefill_job import Chunk
+from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.local import LocalSender
 from pdrt.transfer.processes import this_process
-from pdrt.transfer.room_task import ForwardEnded, ForwardStarted, PagesFinished
+from pdrt.transfer.room_task import ForwardEnded, ForwardStarted, PagesFinished, Transfer
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,10 @@ class PrefillWorker:
         self.tracer = Tracer(config.observe.otlp_endpoint, "prefill", short(self.incarnation))
         self._ends = RoomEnds(self.metrics, self.tracer)
         identity = executor.identity
-        self.fingerprint = Fingerprint(identity.name, identity.digest, executor.layout)
+        is_checked = config.model.kv_checksum
+        self.fingerprint = Fingerprint(
+            identity.name, identity.digest, executor.layout, kv_checksum=is_checked
+        )
         limits = config.scheduler
         self.cache = PrefixCache(self.pages, limits.enable_prefix_caching)
         is_cpu = executor.pool.tensor.device.type == "cpu"
@@ -102,7 +106,9 @@ class PrefillWorker:
         )
         self.table = RoomTable(info, config.protocol, now)
         self.loop = WorkerLoop(self._tick, self._leave)
-        self.handover = Handover(self.table, sender, executor.layout, config, self.loop)
+        checksums = PageChecksums(executor.pool) if is_checked else None
+        transfer = Transfer(sender, single_rank_plan(executor.layout), checksums)
+        self.handover = Handover(self.table, transfer, config, self.loop)
         grant_limits = Limits(
             identity, executor.layout, executor.pages, config.protocol.frame_bytes_max
         )

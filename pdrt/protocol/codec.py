@@ -23,6 +23,8 @@ TOKEN_LOGPROBS_BYTES = 18
 """Of one `TokenLogprobs` in a frame, without the likely ones: array heads, a float, a rank."""
 LIKELY_LOGPROB_BYTES = 15
 """Of one token in its `top`: array head, an id, a float."""
+PAGE_CHECKSUM_BYTES = 9
+"""Of one page's checksum in a frame."""
 FRAME_REST_BYTES = 4096
 """What a frame with log probabilities of a prompt holds beside them, or less."""
 

@@ -16,6 +16,7 @@ from pdrt.protocol.messages import (
     RankProcess,
     Reason,
     Segment,
+    SliceChecksums,
 )
 from pdrt.sampling import TokenLogprobs
 
@@ -95,6 +96,27 @@ class LeaseReady(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+class ChecksumPages(msgspec.Struct, frozen=True):
+    """On every rank: compute the same checksums over what has landed in `pages`; answer
+    `checksummed`. The lease may be gone by then."""
+
+    room: RoomId
+    pages: tuple[int, ...]
+    slices: tuple[SliceChecksums, ...]
+    """As sent."""
+
+
+class PagesDiffer(msgspec.Struct, frozen=True):
+    """For people: what landed in these pages is not what was sent."""
+
+    room: RoomId
+    writer: Incarnation
+    indices: tuple[int, ...]
+    """Of the pages, in the prompt."""
+    pages: tuple[int, ...]
+    """The same, in the pool."""
+
+
 class FailRoom(msgspec.Struct, frozen=True):
     """The room gives no KV. Its request ends, or goes on in another room with other pages."""
 
@@ -127,6 +149,8 @@ DecodeEffect = (
     | CloseFence
     | KillWriter
     | TakeFirstToken
+    | ChecksumPages
+    | PagesDiffer
     | LeaseReady
     | FailRoom
     | EndLease

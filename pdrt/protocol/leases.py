@@ -19,11 +19,14 @@ import msgspec
 from pdrt.config import ProtocolConfig
 from pdrt.context import RequestContext
 from pdrt.ids import Incarnation, RoomId
+from pdrt.protocol.checksums import cover, differing
 from pdrt.protocol.effects import (
+    ChecksumPages,
     DecodeEffect,
     EndLease,
     FailRoom,
     LeaseReady,
+    PagesDiffer,
     SendToPrefill,
     TakeFirstToken,
 )
@@ -41,6 +44,7 @@ from pdrt.protocol.messages import (
     Reason,
     Revoke,
     Segment,
+    SliceChecksums,
     Welcome,
 )
 from pdrt.protocol.pairing import (
@@ -132,6 +136,9 @@ class Lease:
         self.writer = grant.writer
         self.generation = grant.generation
         self.pages = request.pages
+        self.written = grant.pages
+        """Those of them that the writer fills."""
+        self.first_page = grant.first_page
         self.needs_token = request.sampling.max_tokens > request.output_tokens
         self.state = LeaseState.GRANTED
         self.granted_at = now
@@ -139,6 +146,13 @@ class Lease:
         self.first: FirstTokenData | None = None
         """Set at most once, and only while GRANTED."""
         self.welcomes_missed = 0
+        self.is_answered = False
+        """The writer has said how it ended: resending a `Revoke` is of no use. What is left is a
+        comparison of checksums or, after UNSETTLED, a fence."""
+        self.drained: Drained | None = None
+        """COMPLETE, while its checksums are being compared: until then it does not count."""
+        self.uncompared: set[int] = set()
+        """Ranks whose checksums are awaited. Empty unless `drained` is set."""
         # Of REVOKING only:
         self.revoking_at = 0.0
         self.reason: Reason | None = None
@@ -147,9 +161,6 @@ class Lease:
         self.fence_reason = ""
         self.resend_at = 0.0
         self.resend_pause = 0.0
-        self.is_answered = False
-        """The writer has said UNSETTLED: nothing but a fence ends the lease, and resending is
-        of no use."""
 
 
 class LeaseTable:
@@ -314,16 +325,20 @@ class LeaseTable:
             return []
         match message.outcome:
             case Outcome.UNSETTLED:
-                return self._unsettled(lease, message, now)
-            case Outcome.COMPLETE if lease.state is LeaseState.GRANTED:
-                return self._complete(lease, message, now)
+                failure = message.reason or Reason.WRITE_UNSETTLED, message.detail
+                why = "its writer reported a write that has not settled"
+                return self._unsettled(lease, failure, message.retryable, why, now)
+            case Outcome.COMPLETE if self.pairing.fingerprint.kv_checksum and lease.written:
+                return self._compare(lease, message, now)
             case Outcome.COMPLETE:
-                return self._free(lease, LeaseEvent.COMPLETE, now)
+                return self._complete(lease, message, now)
             case Outcome.ENDED:
                 reason = message.reason or Reason.UNKNOWN_ROOM
                 return self._end(lease, reason, message.retryable, message.detail, now)
 
     def _complete(self, lease: Lease, message: Drained, now: float) -> list[DecodeEffect]:
+        if lease.state is LeaseState.REVOKING:
+            return self._free(lease, LeaseEvent.COMPLETE, now)
         effects: list[DecodeEffect] = []
         if lease.needs_token and lease.first is None:
             if message.first is None:
@@ -338,6 +353,47 @@ class LeaseTable:
             *self._let_go(lease.endpoint, now),
         ]
 
+    def _compare(self, lease: Lease, message: Drained, now: float) -> list[DecodeEffect]:
+        """With `--kv-checksum`, COMPLETE counts once every rank holds what was sent."""
+        lease.is_answered = True
+        layout, count = self.pairing.fingerprint.layout, len(lease.written)
+        if not cover(message.checksums, layout, self.pairing.ranks, count):
+            return self._differ(lease, tuple(range(count)), now)
+        lease.drained = message
+        lease.uncompared = set(range(self.pairing.ranks))
+        return [ChecksumPages(lease.room, lease.written, message.checksums)]
+
+    def checksummed(
+        self, room: RoomId, rank: int, landed: tuple[SliceChecksums, ...], now: float
+    ) -> list[DecodeEffect]:
+        """One rank's answer to `ChecksumPages`: of the slices that are its own, in their order."""
+        lease = self.leases.get(room)
+        if lease is None or lease.drained is None or rank not in lease.uncompared:
+            self.stale["checksummed"] += 1
+            return []
+        message = lease.drained
+        sent = [x for x in message.checksums if x.decode_rank == rank]
+        if wrong := differing(sent, landed):
+            return self._differ(lease, wrong, now)
+        lease.uncompared.remove(rank)
+        if lease.uncompared:
+            return []
+        lease.drained = None
+        return self._complete(lease, message, now)
+
+    def _differ(self, lease: Lease, wrong: tuple[int, ...], now: float) -> list[DecodeEffect]:
+        """An engine that has said COMPLETE of bytes that are not there is not believed when it says
+        that nothing of them can still land: these pages wait for a fence."""
+        lease.drained = None
+        lease.uncompared.clear()
+        indices = tuple(lease.first_page + index for index in wrong)
+        pages = tuple(lease.written[index] for index in wrong)
+        detail = f"{len(wrong)} of {len(lease.written)} pages do not hold what was sent"
+        failure = Reason.CHECKSUM_MISMATCH, detail
+        why = "what landed is not what it said it had written"
+        told = PagesDiffer(lease.room, lease.writer, indices, pages)
+        return [told, *self._unsettled(lease, failure, True, why, now)]
+
     def _end(
         self, lease: Lease, reason: Reason, retryable: bool, detail: str, now: float
     ) -> list[DecodeEffect]:
@@ -346,17 +402,20 @@ class LeaseTable:
         failed = self._fail(lease, reason, retryable, detail)
         return [*failed, *self._free(lease, LeaseEvent.ENDED, now)]
 
-    def _unsettled(self, lease: Lease, message: Drained, now: float) -> list[DecodeEffect]:
+    def _unsettled(
+        self, lease: Lease, failure: tuple[Reason, str], retryable: bool, why: str, now: float
+    ) -> list[DecodeEffect]:
+        """`why`: there must be a fence."""
         effects: list[DecodeEffect] = []
         if lease.state is LeaseState.GRANTED:
-            reason = message.reason or Reason.WRITE_UNSETTLED
-            effects += self._fail(lease, reason, message.retryable, message.detail)
+            reason, detail = failure
+            effects += self._fail(lease, reason, retryable, detail)
             self._enter(lease, LeaseEvent.UNSETTLED)
             self._start_revoking(lease, reason, now)
         else:
             self._enter(lease, LeaseEvent.UNSETTLED)
         lease.is_answered = True
-        self._fence_by(lease, now, "its writer reported a write that has not settled")
+        self._fence_by(lease, now, why)
         return [*effects, *self._fence_due(lease.endpoint, now)]
 
     # Revoking and freeing
@@ -365,7 +424,7 @@ class LeaseTable:
         effects = self._fail(lease, reason, reason not in NOT_RETRYABLE, "")
         self._enter(lease, LeaseEvent.REVOKED)
         self._start_revoking(lease, reason, now)
-        return [*effects, *self._send_revoke(lease, now)]
+        return effects if lease.is_answered else [*effects, *self._send_revoke(lease, now)]
 
     def _fail(
         self, lease: Lease, reason: Reason, retryable: bool, detail: str
@@ -515,7 +574,9 @@ class LeaseTable:
         alive = set(notice.welcome.rooms)
         effects: list[DecodeEffect] = []
         for lease in self._of(notice.endpoint, notice.welcome.writer):
-            if lease.state is not LeaseState.GRANTED or lease.grant_seq >= notice.welcome.seq:
+            if lease.state is not LeaseState.GRANTED or lease.is_answered:
+                continue
+            if lease.grant_seq >= notice.welcome.seq:
                 continue
             is_missing = lease.room.serial not in alive
             lease.welcomes_missed = lease.welcomes_missed + 1 if is_missing else 0
@@ -569,6 +630,8 @@ class LeaseTable:
             assert seen.isdisjoint(lease.pages), (room, "a page in two leases")
             seen.update(lease.pages)
             assert room.serial <= self._serial, room
+            assert (lease.drained is not None) == bool(lease.uncompared), room
+            assert lease.is_answered or lease.drained is None, room
             if self._fence is FenceKind.RETIRE_GENERATION:
                 peer = self.pairing.peers[lease.endpoint]
                 assert lease.generation >= peer.floor, (room, lease.generation, peer.floor)

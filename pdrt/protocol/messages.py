@@ -17,7 +17,7 @@ from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.layout import KvLayout
 from pdrt.sampling import Sampling, TokenLogprobs
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 Natural = Annotated[int, Meta(ge=0)]
 """A count, an index or a page; a frame with a negative one does not decode."""
 
@@ -46,6 +46,8 @@ class Reason(Enum):
     FORWARD_FAILED = "forward_failed"
     WRITE_FAILED = "write_failed"
     WRITE_UNSETTLED = "write_unsettled"
+    CHECKSUM_MISMATCH = "checksum_mismatch"
+    """COMPLETE was said, but what landed is not what was sent (`--kv-checksum`)."""
     TASK_FAILED = "task_failed"
     INBOX_FULL = "inbox_full"
     SHUTDOWN = "shutdown"
@@ -75,6 +77,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
     layout: KvLayout
     """Page size, heads, layers, head size and dtype of the KV."""
     protocol_version: int = PROTOCOL_VERSION
+    kv_checksum: bool = False
+    """Pages count as landed once they hold what was sent (`--kv-checksum`)."""
 
     def differences(self, other: Fingerprint) -> list[str]:
         """`field: ours != theirs` for every field that differs."""
@@ -87,6 +91,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
             ("kv_heads", self.layout.kv_heads, other.layout.kv_heads),
             ("layers", self.layout.layers, other.layout.layers),
             ("head_dim", self.layout.head_dim, other.layout.head_dim),
+            ("kv_checksum", self.kv_checksum, other.kv_checksum),
         ]
         return [f"{name}: {ours} != {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
@@ -130,6 +135,18 @@ class FirstTokenData(msgspec.Struct, frozen=True):
     """Of those, found in the prefill worker's prefix cache: not computed for this room."""
     logprobs: TokenLogprobs | None = None
     """Where `Sampling.logprobs` asks for them."""
+
+
+class SliceChecksums(msgspec.Struct, frozen=True, array_like=True):
+    """What one prefill rank sent to one decode rank: the same slice of every page that it wrote."""
+
+    decode_rank: Natural
+    offset: Natural
+    """Bytes from the start of a page in the receiver's pool."""
+    length: Natural
+    """Bytes."""
+    pages: tuple[Natural, ...]
+    """xxh3, 64 bits, of the slice of each page, in the order of the grant."""
 
 
 # Decode leader -> prefill leader
@@ -226,6 +243,8 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """When COMPLETE and `Sampling.prompt_logprobs` asks for them: of every prompt token (output
     tokens that the grant carried left out) but the first."""
+    checksums: tuple[SliceChecksums, ...] = ()
+    """When COMPLETE, with `--kv-checksum`: of all that was written, taken at its source."""
 
 
 DecodeToPrefill = Hello | Grant | Revoke

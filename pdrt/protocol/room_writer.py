@@ -16,7 +16,8 @@ from enum import Enum
 import msgspec
 
 from pdrt.ids import RoomId
-from pdrt.protocol.messages import Outcome, Reason
+from pdrt.protocol.checksums import merged
+from pdrt.protocol.messages import Outcome, Reason, SliceChecksums
 
 
 class WriteOutcome(Enum):
@@ -36,6 +37,8 @@ class RankEnd(msgspec.Struct, frozen=True):
     reason: Reason | None
     bytes_written: int
     detail: str = ""
+    checksums: tuple[SliceChecksums, ...] = ()
+    """When COMPLETE, with `--kv-checksum`: of all that was written, at its source."""
 
 
 class Write(msgspec.Struct, frozen=True):
@@ -123,6 +126,8 @@ class RoomWriter:
         self._reason: Reason | None = None
         self._detail = ""
         self._bytes_written = 0
+        # Of completed writes by id, which rises with the pages.
+        self._checksums: dict[int, tuple[SliceChecksums, ...]] = {}
 
     @property
     def outstanding(self) -> int:
@@ -163,14 +168,21 @@ class RoomWriter:
         self._finished = True
         return self._drain_if_quiet()
 
-    def settled(self, write_id: int, outcome: WriteOutcome, detail: str = "") -> list[WriterEffect]:
-        """The engine's one answer to an accepted write."""
+    def settled(
+        self,
+        write_id: int,
+        outcome: WriteOutcome,
+        detail: str = "",
+        checksums: tuple[SliceChecksums, ...] = (),
+    ) -> list[WriterEffect]:
+        """The engine's one answer to an accepted write. `checksums` of what it wrote, if wanted."""
         assert write_id in self._outstanding, (self.room, write_id)
         self._enter(WriterEvent.SETTLED)
         size = self._outstanding.pop(write_id)
         match outcome:
             case WriteOutcome.COMPLETED:
                 self._bytes_written += size
+                self._checksums[write_id] = checksums
             case WriteOutcome.FAILED:
                 self._close(Reason.WRITE_FAILED, detail)
             case WriteOutcome.UNSETTLED:
@@ -218,4 +230,7 @@ class RoomWriter:
         else:
             outcome = Outcome.COMPLETE
         self._enter(WriterEvent.DRAINED)
-        return [ReportEnd(RankEnd(outcome, self._reason, self._bytes_written, self._detail))]
+        parts = (part for write in sorted(self._checksums) for part in self._checksums[write])
+        checksums = merged(parts) if outcome is Outcome.COMPLETE else ()
+        end = RankEnd(outcome, self._reason, self._bytes_written, self._detail, checksums)
+        return [ReportEnd(end)]

@@ -38,6 +38,7 @@ from pdrt.protocol.messages import (
     RankProcess,
     Reason,
     Revoke,
+    SliceChecksums,
 )
 from pdrt.protocol.ranks import RankWatch
 from pdrt.protocol.room_writer import RankEnd
@@ -253,6 +254,7 @@ class RoomTable:
             first=record.first,
             detail=record.detail,
             prompt_logprobs=record.prompt_logprobs if outcome is Outcome.COMPLETE else (),
+            checksums=self._checksums(record) if outcome is Outcome.COMPLETE else (),
         )
         del self.rooms[record.room]
         is_unsettled = outcome is Outcome.UNSETTLED
@@ -266,6 +268,10 @@ class RoomTable:
             if worst in outcomes:
                 return worst
         return Outcome.COMPLETE
+
+    @staticmethod
+    def _checksums(record: Room) -> tuple[SliceChecksums, ...]:
+        return tuple(x for rank in sorted(record.ends) for x in record.ends[rank].checksums)
 
     def _enter(self, record: Room, event: RoomEvent) -> None:
         assert (record.state, event) in TRANSITIONS, (record.room, record.state, event)

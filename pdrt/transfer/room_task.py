@@ -17,7 +17,7 @@ import msgspec
 from pdrt.errors import EngineError
 from pdrt.ids import RoomId
 from pdrt.kv.layout import SliceCopy
-from pdrt.protocol.messages import Grant, Outcome, Reason
+from pdrt.protocol.messages import Grant, Outcome, Reason, SliceChecksums
 from pdrt.protocol.room_writer import (
     RankEnd,
     ReportEnd,
@@ -26,7 +26,8 @@ from pdrt.protocol.room_writer import (
     WriteOutcome,
     WriterEffect,
 )
-from pdrt.transfer.engine import ByteRange, Sender, WriteRequest, coalesce
+from pdrt.transfer.checksums import PageChecksums
+from pdrt.transfer.engine import ByteRange, OnSettled, Sender, WriteRequest, coalesce
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Settled(msgspec.Struct, frozen=True):
     write_id: int
     outcome: WriteOutcome
     detail: str
+    checksums: tuple[SliceChecksums, ...] = ()
 
 
 RoomEvent = ForwardStarted | ForwardEnded | PagesFinished | Close | Settled
@@ -82,9 +84,13 @@ class SlicePlan(msgspec.Struct, frozen=True):
             sizes[copy.decode_rank] = sizes.get(copy.decode_rank, 0) + copy.length
         return sizes
 
+    def copies_of(self, write: Write) -> list[SliceCopy]:
+        """Those that go to the decode rank of this write."""
+        return [copy for copy in self.copies if copy.decode_rank == write.decode_rank]
+
     def ranges(self, write: Write) -> tuple[ByteRange, ...]:
         """The byte ranges of one write."""
-        copies = [copy for copy in self.copies if copy.decode_rank == write.decode_rank]
+        copies = self.copies_of(write)
         stride = self.target_page_bytes[write.decode_rank]
         pieces = [
             ByteRange(
@@ -98,17 +104,24 @@ class SlicePlan(msgspec.Struct, frozen=True):
         return coalesce(pieces)
 
 
+class Transfer(msgspec.Struct, frozen=True):
+    """How this rank sends its pages."""
+
+    sender: Sender
+    plan: SlicePlan
+    checksums: PageChecksums | None = None
+    """With `--kv-checksum`."""
+
+
 class RoomTask:
     """Owns one room on this rank. `post` is the only way in."""
 
-    def __init__(
-        self, grant: Grant, plan: SlicePlan, sender: Sender, inbox_max: int, on_end: OnEnd
-    ) -> None:
+    def __init__(self, grant: Grant, transfer: Transfer, inbox_max: int, on_end: OnEnd) -> None:
+        page_bytes = transfer.plan.page_bytes()
         self.room = grant.room
-        self.writer = RoomWriter(grant.room, plan.page_bytes(), grant.pages, grant.first_page)
+        self.writer = RoomWriter(grant.room, page_bytes, grant.pages, grant.first_page)
         self._generation = grant.generation
-        self._plan = plan
-        self._sender = sender
+        self._transfer = transfer
         self._on_end = on_end
         self._inbox: deque[RoomEvent] = deque()
         self._inbox_max = inbox_max
@@ -164,7 +177,9 @@ class RoomTask:
             case Close():
                 return self.writer.close(event.reason, event.detail)
             case Settled():
-                return self.writer.settled(event.write_id, event.outcome, event.detail)
+                return self.writer.settled(
+                    event.write_id, event.outcome, event.detail, event.checksums
+                )
 
     def _apply(self, effects: Sequence[WriterEffect]) -> None:
         for effect in effects:
@@ -179,16 +194,41 @@ class RoomTask:
             decode=self.room.decode,
             generation=self._generation,
             decode_rank=write.decode_rank,
-            ranges=self._plan.ranges(write),
+            ranges=self._transfer.plan.ranges(write),
         )
+
+        on_settled = self._settles(write)
+        try:
+            self._transfer.sender.write(request, on_settled)
+        except EngineError as error:
+            on_settled(WriteOutcome.FAILED, str(error))
+
+    def _settles(self, write: Write) -> OnSettled:
+        """What the engine calls."""
+        if self._transfer.checksums is not None:
+            copies = self._transfer.plan.copies_of(write)
+            checksums = self._transfer.checksums.of_source(write.source_pages, copies)
+            return self._settles_with(write, checksums)
 
         def on_settled(outcome: WriteOutcome, detail: str) -> None:
             self.post(Settled(write.write_id, outcome, detail))
 
-        try:
-            self._sender.write(request, on_settled)
-        except EngineError as error:
-            on_settled(WriteOutcome.FAILED, str(error))
+        return on_settled
+
+    def _settles_with(
+        self, write: Write, checksums: asyncio.Future[tuple[SliceChecksums, ...]]
+    ) -> OnSettled:
+        """The write counts as outstanding until its checksums are there too, as they are read from
+        its source pages."""
+
+        def on_settled(outcome: WriteOutcome, detail: str) -> None:
+            def on_checksums(done: asyncio.Future[tuple[SliceChecksums, ...]]) -> None:
+                if not done.cancelled():  # at exit
+                    self.post(Settled(write.write_id, outcome, detail, done.result()))
+
+            checksums.add_done_callback(on_checksums)
+
+        return on_settled
 
     def _end(self, end: RankEnd) -> None:
         self._is_ended = True

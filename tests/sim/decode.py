@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.pages import PageTable
 from pdrt.kv.prefix import PrefixCache
 from pdrt.protocol.effects import (
+    ChecksumPages,
     CloseFence,
     CloseSegment,
     Connect,
@@ -20,13 +23,15 @@ from pdrt.protocol.effects import (
     LeaseReady,
     OpenFence,
     OpenSegment,
+    PagesDiffer,
     SendToPrefill,
     TakeFirstToken,
 )
 from pdrt.protocol.invariants import check_decode
 from pdrt.protocol.leases import DecodeWorkerInfo, LeaseState, LeaseTable
-from pdrt.protocol.messages import PrefillToDecode, Reason, Segment
+from pdrt.protocol.messages import PrefillToDecode, Reason, Segment, SliceChecksums
 from tests.sim.core import Kind, Violation
+from tests.sim.fabric import WRONG
 from tests.sim.jobs import Job, Scheduler
 from tests.sim.network import Connection
 from tests.sim.plan import CONFIG, EngineKind
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from tests.sim.world import DecodeSlot, World
 
 
+CHECKSUM_SECONDS = 0.02
 FENCES_MAX = 4
 """Per endpoint: the current writer's, and those of writers that still have leases."""
 
@@ -76,6 +82,23 @@ class DecodeRank(Rank):
         self.worker.world.fabric.tear_down(self.segment_name(endpoint, generation))
         self.confirm(endpoint, generation)
 
+    def checksum(
+        self, room: RoomId, pages: tuple[int, ...], slices: tuple[SliceChecksums, ...]
+    ) -> None:
+        """What a page holds is its own checksum; of what it holds a while from now."""
+        own = [x for x in slices if x.decode_rank == self.index]
+        self.worker.world.sim.after(CHECKSUM_SECONDS, self.post, self.compute, room, pages, own)
+
+    def compute(self, room: RoomId, pages: tuple[int, ...], slices: list[SliceChecksums]) -> None:
+        head_bytes = self.worker.world.plan.layout.head_bytes
+        landed = []
+        for piece in slices:
+            first, end = piece.offset // head_bytes, (piece.offset + piece.length) // head_bytes
+            held = [set(self.worker.content[self.index][page][first:end]) for page in pages]
+            sums = tuple(found.pop() if len(found) == 1 else WRONG for found in held)
+            landed.append(msgspec.structs.replace(piece, pages=sums))
+        self.answer(self.worker.checksummed, room, self.index, tuple(landed))
+
     def confirm(self, endpoint: str, generation: int) -> None:
         self.answer(self.worker.segment_closed, endpoint, generation, self.index)
 
@@ -103,7 +126,7 @@ class DecodeWorker(Process):
         self.cache = PrefixCache(self.pages)
         self.connections: dict[str, Connection] = {}
         self.scheduler = Scheduler(self)
-        self.failures = 0
+        self.failures = self.mismatches = 0
         self.last_seq: dict[str, int] = {}
         self.fences_open: dict[Incarnation, str] = {}
 
@@ -135,6 +158,11 @@ class DecodeWorker(Process):
 
     def segment_closed(self, endpoint: str, generation: int, rank: int) -> Iterable[Any]:
         return self.table.segment_closed(endpoint, generation, rank, self.world.sim.now)
+
+    def checksummed(
+        self, room: RoomId, rank: int, landed: tuple[SliceChecksums, ...]
+    ) -> Iterable[Any]:
+        return self.table.checksummed(room, rank, landed, self.world.sim.now)
 
     def writer_dead(self, endpoint: str, writer: Incarnation) -> Iterable[Any]:
         if self.fences_open.get(writer) != endpoint:
@@ -175,6 +203,12 @@ class DecodeWorker(Process):
                 self.world.network.to_prefill(self, endpoint, message)
             case TakeFirstToken(room, first):
                 scheduler.first_token(room, first.token)
+            case ChecksumPages(room, pages, slices):
+                for rank in self.ranks:
+                    rank.send(rank.checksum, room, pages, slices)
+            case PagesDiffer(room, _, indices):
+                sim.say(self.name, "pages %s of %s are not what was sent", indices, room)
+                self.mismatches += 1
             case LeaseReady(room):
                 scheduler.ready(room)
             case FailRoom(room, reason, retryable):

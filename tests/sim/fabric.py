@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 CRAWL_SECONDS = 1.2
+WRONG = -1
+"""What a page holds that no tokens have."""
 
 
 class Heads:
@@ -76,6 +78,8 @@ class Fate(Enum):
     CRAWLS = "crawls"
     STARTS_LATE = "starts_late"
     LANDS_AFTER_ERROR = "lands_after_error"
+    LANDS_WRONG = "lands_wrong"
+    LANDS_AFTER_SUCCESS = "lands_after_success"
 
 
 class InFlight:
@@ -98,6 +102,8 @@ class InFlight:
         """(source page, what it held at submission, target page)."""
         self.is_answered = False
         self.landed: set[int] = set()
+        self.wrong_part: int | None = None
+        """Lands with another content than was read."""
 
     def read(self, part: int, network_seconds: float) -> None:
         """Take one page from the sender's memory; it lands later, whoever lives by then."""
@@ -154,7 +160,7 @@ class InFlight:
             )
         page = decode.content[rank.index][target]
         for head in range(self.heads.target, self.heads.target + self.heads.count):
-            page[head] = content
+            page[head] = WRONG if part == self.wrong_part else content
         self.landed.add(part)
 
     def answer(self, raw: Raw) -> None:
@@ -163,7 +169,7 @@ class InFlight:
             return
         self.is_answered = True
         self.instance.writes.remove(self)
-        self.instance.rank.settled(self.writer, self.write_id, outcome_of(raw))
+        self.instance.rank.settled(self, outcome_of(raw))
 
     def expire(self) -> None:
         """The adapter's bound on a write without progress."""
@@ -217,12 +223,15 @@ class EngineInstance:
                 Fate.CRAWLS: self._crawls,
                 Fate.STARTS_LATE: self._starts_late,
                 Fate.LANDS_AFTER_ERROR: self._lands_after_error,
+                Fate.LANDS_WRONG: self._lands_wrong,
+                Fate.LANDS_AFTER_SUCCESS: self._lands_after_success,
             }[world.direct(write)]
         draw = world.sim.rng.random()
         for fate, rate in (
             (self._fails, rates.write_fails),
             (self._errors_late, rates.write_errors_late),
             (self._hangs, rates.write_hangs),
+            (self._lands_wrong, rates.write_lands_wrong if world.plan.kv_checksum else 0.0),
         ):
             if draw < rate:
                 return fate
@@ -278,6 +287,18 @@ class EngineInstance:
         for part in range(len(write.pages)):
             self.fabric.world.sim.after(start, write.read, part, 3.0)
         self.fabric.world.sim.after(start + 0.1, self._post, write.answer, Raw.ERROR)
+
+    def _lands_wrong(self, write: InFlight, start: float) -> None:
+        sim = self.fabric.world.sim
+        sim.say("data", "write of %s will land wrong", write.room)
+        write.wrong_part = sim.rng.randrange(len(write.pages))
+        self._succeeds(write, start)
+
+    def _lands_after_success(self, write: InFlight, start: float) -> None:
+        """Read in time and acknowledged, while it is still in the network."""
+        for part in range(len(write.pages)):
+            self.fabric.world.sim.after(start, write.read, part, CRAWL_SECONDS)
+        self.fabric.world.sim.after(start + 0.01, self._post, write.answer, Raw.OK)
 
     def _errors_late(self, write: InFlight, start: float) -> None:
         sim = self.fabric.world.sim

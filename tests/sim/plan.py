@@ -67,6 +67,9 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True):
     """The engine answers an error, and parts still land."""
     write_hangs: float = 0.0
     """Never answered; parts may land late, again, or never."""
+    write_lands_wrong: float = 0.0
+    """One page of it holds something else, and the engine answers success. Where checksums are
+    compared only: else nobody could know."""
     forward_fails: float = 0.0
     reject: float = 0.0
     task_fails: float = 0.0
@@ -93,6 +96,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rates: FaultRates
     faults: int
     """Crashes, stalls, partitions and the like, at random times."""
+    kv_checksum: bool = False
 
     @property
     def layout(self) -> KvLayout:
@@ -123,6 +127,7 @@ def draw(rng: random.Random) -> Plan:
             write_fails=write,
             write_errors_late=write,
             write_hangs=write,
+            write_lands_wrong=write / 2,
             forward_fails=0.02,
             reject=0.02,
             task_fails=0.01,
@@ -132,6 +137,7 @@ def draw(rng: random.Random) -> Plan:
             abort=rng.choice((0.1, 0.4)),
         ),
         faults=rng.randint(3, 16),
+        kv_checksum=rng.random() < 0.5,
     )
 
 

@@ -9,8 +9,16 @@ from pdrt.protocol.messages import (
     Grant,
     Outcome,
     Reason,
+    SliceChecksums,
 )
-from pdrt.protocol.room_writer import RankEnd, ReportEnd, RoomWriter, Write, WriterState
+from pdrt.protocol.room_writer import (
+    RankEnd,
+    ReportEnd,
+    RoomWriter,
+    Write,
+    WriteOutcome,
+    WriterState,
+)
 from pdrt.scheduling.prefill_job import Chunk, PrefillJob
 from tests.sim.fabric import EngineInstance, Heads, InFlight
 from tests.sim.plan import PAGE_SIZE
@@ -125,9 +133,20 @@ class PrefillRank(Rank):
         pages = list(zip(write.source_pages, held, write.target_pages, strict=True))
         instance.submit(InFlight(instance, writer, write.write_id, heads, pages))
 
-    def settled(self, writer: RoomWriter, write_id: int, outcome: Any) -> None:
+    def settled(self, write: InFlight, outcome: WriteOutcome) -> None:
+        writer = write.writer
         if self.writers.get(writer.room) is writer:
-            self.carry_out(writer, writer.settled(write_id, outcome))
+            sums = self.checksums(write)
+            self.carry_out(writer, writer.settled(write.write_id, outcome, checksums=sums))
+
+    def checksums(self, write: InFlight) -> tuple[SliceChecksums, ...]:
+        """What a page holds is its own checksum."""
+        plan, heads = self.worker.world.plan, write.heads
+        if not plan.kv_checksum:
+            return ()
+        offset, length = (n * plan.layout.head_bytes for n in (heads.target, heads.count))
+        held = tuple(held for _, held, _ in write.pages)
+        return (SliceChecksums(heads.decode_rank, offset, length, held),)
 
     def lose_task(self, room: RoomId) -> None:
         """The room's task fails with an unexpected exception. It hears nothing more, and says so

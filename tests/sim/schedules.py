@@ -284,6 +284,43 @@ def one_worker_under_two_names(stage: Stage) -> None:
     stage.run(15.0)
 
 
+def lands_wrong(stage: Stage) -> None:
+    """The engine reports success, but a page holds something else: nobody decodes from it."""
+    world = stage.start(EngineKind.TCP, kv_checksum=True)
+    world.direct = only_first(Fate.LANDS_WRONG)
+    request = stage.ask()
+    stage.finish(fences=1)
+    stage.expect_answered(request)
+    if (world.rooms, stage.decode.mismatches) != (2, 1):
+        raise Violation(Kind.CONTENT, "nothing was found, or too much")
+
+
+def lands_after_success(stage: Stage) -> None:
+    """The engine reports success of what is still in the network: its pages wait for a fence."""
+    world = stage.start(EngineKind.MOONCAKE, kv_checksum=True)
+    world.direct = only_first(Fate.LANDS_AFTER_SUCCESS)
+    request = stage.ask()
+    stage.finish(fences=1)
+    stage.run(4.0)
+    stage.expect_answered(request)
+
+
+def lands_after_success_for_nobody(stage: Stage) -> None:
+    """The same, when its client goes away while `Drained` is on its way."""
+    world = stage.start(EngineKind.MOONCAKE, kv_checksum=True)
+    world.direct = only_first(Fate.LANDS_AFTER_SUCCESS)
+
+    def intercept(message: Any) -> Any:
+        if isinstance(message, Drained) and (job := request.job) is not None:
+            stage.decode.post(stage.decode.cancel, job)
+        return message
+
+    world.network.intercept = intercept
+    request = stage.ask()
+    stage.finish(fences=1)
+    stage.run(4.0)
+
+
 SCHEDULES: tuple[Schedule, ...] = (
     answer_to_revoke_lost,
     complete_without_a_first_token,
@@ -303,4 +340,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     prefill_asleep_in_a_teardown,
     machine_asleep_after_a_revoke,
     one_worker_under_two_names,
+    lands_wrong,
+    lands_after_success,
+    lands_after_success_for_nobody,
 )

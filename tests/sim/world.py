@@ -52,7 +52,7 @@ class World:
         self.sim = Simulator(seed, trace)
         self.network = Network(self)
         self.fabric = Fabric(self)
-        self.fingerprint = Fingerprint("model", "digest", plan.layout)
+        self.fingerprint = Fingerprint("model", "digest", plan.layout, kv_checksum=plan.kv_checksum)
         self.slices = slice_plan(plan.layout, plan.prefill_ranks, plan.decode_ranks)
         self.healed_rates = FaultRates()
         self.decodes: dict[Incarnation, DecodeWorker] = {}

@@ -20,6 +20,7 @@ from pdrt.transfer.room_task import (
     PagesFinished,
     RoomTask,
     SlicePlan,
+    Transfer,
 )
 from tests.protocol.traces import Prefill
 
@@ -61,8 +62,7 @@ class Room:
         self.ends: list[tuple[RoomId, RankEnd]] = []
         self.task = RoomTask(
             Prefill().make_grant(),
-            PLAN,
-            self.sender,
+            Transfer(self.sender, PLAN),
             inbox_max,
             lambda room, end: self.ends.append((room, end)),
         )

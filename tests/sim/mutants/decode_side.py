@@ -187,3 +187,47 @@ def leases_age_in_their_sleep() -> list[Patch]:
 def sleeper_accuses_its_ranks() -> list[Patch]:
     """Lost peers: deadlines of ranks move by the sleep of whoever judges them."""
     return [(Pairing, "slept_seconds", 0.0)]
+
+
+@mutant(Kind.CONTENT)
+def checksums_not_compared() -> list[Patch]:
+    """I6: with checksums, COMPLETE counts once what has landed is what was sent."""
+    return [(LeaseTable, "_compare", LeaseTable._complete)]
+
+
+@mutant(Kind.CONTENT)
+def checksums_of_one_rank_are_enough() -> list[Patch]:
+    """I6: … on every decode rank."""
+    original = LeaseTable.checksummed
+
+    def checksummed(self: LeaseTable, room: RoomId, rank: int, landed: Any, now: float) -> Any:
+        lease = self.leases.get(room)
+        if lease is not None and rank in lease.uncompared:
+            lease.uncompared = {rank}
+        return original(self, room, rank, landed, now)
+
+    return [(LeaseTable, "checksummed", checksummed)]
+
+
+@mutant(Kind.DESTINATION, schedule=schedules.lands_after_success)
+def mismatch_taken_for_clean() -> list[Patch]:
+    """I2: whose word about what has landed is wrong is not believed that nothing more can."""
+
+    def differ(self: LeaseTable, lease: Lease, wrong: tuple[int, ...], now: float) -> list[Any]:
+        lease.drained = None
+        lease.uncompared.clear()
+        return self._end(lease, Reason.CHECKSUM_MISMATCH, True, "", now)
+
+    return [(LeaseTable, "_differ", differ)]
+
+
+@mutant(Kind.DESTINATION, schedule=schedules.lands_after_success_for_nobody)
+def checksums_not_compared_while_revoking() -> list[Patch]:
+    """I2: … nor when nobody waits for the pages any more."""
+    original = LeaseTable._compare
+
+    def compare(self: LeaseTable, lease: Lease, message: Drained, now: float) -> list[Any]:
+        is_granted = lease.state is LeaseState.GRANTED
+        return (original if is_granted else LeaseTable._complete)(self, lease, message, now)
+
+    return [(LeaseTable, "_compare", compare)]

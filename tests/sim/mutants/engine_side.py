@@ -27,9 +27,9 @@ def outstanding_counted_at_start() -> list[Patch]:
             self.writer._outstanding.setdefault(self.write_id, 0)
         read(self, part, network_seconds)
 
-    def settles(self: RoomWriter, write_id: int, outcome: WriteOutcome, detail: str = "") -> Any:
+    def settles(self: RoomWriter, write_id: int, outcome: WriteOutcome, **more: Any) -> Any:
         self._outstanding.setdefault(write_id, 0)
-        return settled(self, write_id, outcome, detail)
+        return settled(self, write_id, outcome, **more)
 
     return [
         (RoomWriter, "_write", write_later),
