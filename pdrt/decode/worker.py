@@ -13,6 +13,7 @@ import uvloop
 
 from pdrt.config import WorkerConfig
 from pdrt.decode.answers import Answers, Spoken
+from pdrt.decode.early_cancels import EarlyCancels
 from pdrt.decode.grammars import GrammarEvents, Grammars
 from pdrt.decode.handover import Handover, Landing
 from pdrt.decode.pages import DecodePages
@@ -133,6 +134,7 @@ class DecodeWorker:
             self.view.reasons,
             self.view.status,
         )
+        self._early_cancels = EarlyCancels()
         self._announced: object = None
         self._leave_by: float | None = None
         self._unpaired_since = now
@@ -175,6 +177,9 @@ class DecodeWorker:
         if submit.request in self.scheduler.requests:
             self.table.stale["submit_again"] += 1
             return
+        if submit.request in self._early_cancels:
+            self.table.stale["submit_after_cancel"] += 1
+            return
         refusal = self._refuse(submit)
         if refusal is not None:
             self.answers.refused(submit, refusal)
@@ -207,7 +212,8 @@ class DecodeWorker:
     def _cancel(self, cancel: Cancel) -> None:
         request = self.scheduler.requests.get(cancel.request)
         if request is None:
-            # It has ended already, or never came: either way this ends the gateway's asking.
+            # It has ended already, or did not come yet: either way this ends the gateway's asking.
+            self._early_cancels.note(cancel.request)
             self.links.send(Finished(cancel.request, self.incarnation, FinishReason.CANCELLED))
             return
         is_stop = cancel.reason == STOP_STRING
