@@ -49,10 +49,10 @@ def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool)
             pass
     _check_device(config.device, has_cuda)
     _check_lengths(config.model, config.scheduler)
+    _check_checksum(config.model)
 
 
 def _check_protocol(protocol: ProtocolConfig) -> None:
-    _check_checksum(config.model)
     if protocol.silence_seconds <= protocol.hello_interval_seconds:
         raise ConfigError(
             f"--silence-seconds {protocol.silence_seconds} must be longer than "
@@ -104,14 +104,14 @@ def _check_lengths(model: ModelConfig, scheduler: SchedulerConfig) -> None:
         )
 
 
-def _check_host(flag: str, host: str) -> None:
-    if ":" in host:
-        raise ConfigError(f"{flag} {host!r}: IPv6 is not supported; use an IPv4 address or a name")
 def _check_checksum(model: ModelConfig) -> None:
     if model.kv_checksum and importlib.util.find_spec("xxhash") is None:
         raise ConfigError("--kv-checksum needs xxhash: pip install 'pdrt[checksum]'")
 
 
+def _check_host(flag: str, host: str) -> None:
+    if ":" in host:
+        raise ConfigError(f"{flag} {host!r}: IPv6 is not supported; use an IPv4 address or a name")
     if re.fullmatch(_HOST, host) is None:
         raise ConfigError(f"{flag} {host!r} is not an address to bind to")
 

@@ -151,11 +151,11 @@ class Rooms:
         match effect:
             case TakeFirstToken():
                 self._take_first_token(effect)
+            case PagesDiffer():
+                self._differ(effect)
             case LeaseReady():
                 self._ready(effect)
             case FailRoom():
-            case PagesDiffer():
-                self._differ(effect)
                 self._failed(effect)
             case EndLease():
                 self._end_lease(effect.room)
@@ -187,11 +187,11 @@ class Rooms:
         """The KV has landed: the room's pages become the sequence's, in this same step."""
         room, now = self._rooms[effect.room], time.monotonic()
         self._metrics.count_transfer("local", effect.bytes_written)
+        if self.table.pairing.fingerprint.kv_checksum:
+            self._metrics.count_checksum_pages("equal", room.pages.written)
         self._pages.landed(effect.room, room.pages)
         if (request := self._request(effect.room)) is not None and request.awaits_scores:
             request.awaits_scores = False
-        if self.table.pairing.fingerprint.kv_checksum:
-            self._metrics.count_checksum_pages("equal", room.pages.written)
             self._events.on_scores(request, effect.prompt_logprobs, room.writer)
             if room.first is not None:
                 self._tell_first_token(request, room.first, room.writer, now)
@@ -208,9 +208,6 @@ class Rooms:
         self._scheduler.ready(request, room.pages.all, len(request.tokens) - 1, now)
         self._events.on_ready()
 
-    def _failed(self, effect: FailRoom) -> None:
-        room, now = self._rooms[effect.room], time.monotonic()
-        if effect.room in self.table.leases:
     def _differ(self, effect: PagesDiffer) -> None:
         self._metrics.count_checksum_pages("different", len(effect.pages))
         log.error(
@@ -223,6 +220,9 @@ class Rooms:
             },
         )
 
+    def _failed(self, effect: FailRoom) -> None:
+        room, now = self._rooms[effect.room], time.monotonic()
+        if effect.room in self.table.leases:
             # It is being revoked; one that has drained already has nothing left to wait for.
             room.failed_at, room.reason = now, effect.reason
         request = self._request(effect.room)

@@ -135,6 +135,11 @@ TRANSFERRED = _counter(
     "rank",
     "engine",
 )
+CHECKSUM_PAGES = _counter(
+    "pdrt_kv_checksum_pages",
+    "Decode, with `--kv-checksum`: pages compared with what was sent: equal, different",
+    "result",
+)
 FENCES = _counter("pdrt_fences", "Decode: fences carried out", "engine")
 STALE = _counter(
     "pdrt_stale_messages", "Messages that came too late to change anything, by reason", "reason"
@@ -145,11 +150,6 @@ RESIDENT = _gauge("pdrt_process_resident_memory_bytes", "Resident memory of the 
 OPEN_FDS = _gauge("pdrt_process_open_fds", "Open file descriptors of the process")
 THREADS = _gauge("pdrt_process_threads", "Threads of the process")
 CPU_SECONDS = _counter("pdrt_process_cpu_seconds", "CPU time of the process, user and system")
-CHECKSUM_PAGES = _counter(
-    "pdrt_kv_checksum_pages",
-    "Decode, with `--kv-checksum`: pages compared with what was sent: equal, different",
-    "result",
-)
 START_TIME = _gauge("pdrt_process_start_time_seconds", "When the process began, in Unix time")
 LOG_LINES_DROPPED = _counter(
     "pdrt_log_lines_dropped", "Log lines that were dropped as nobody read them"

@@ -145,6 +145,10 @@ class Metrics:
     def count_fence(self, engine: str, count: int = 1) -> None:
         self._store.add(f.FENCES, count, engine)
 
+    def count_checksum_pages(self, result: str, pages: int) -> None:
+        """`result`: equal or different."""
+        self._store.add(f.CHECKSUM_PAGES, pages, result)
+
     def count_preemption(self) -> None:
         self._store.add(f.PREEMPTIONS, 1)
 
@@ -160,10 +164,6 @@ class Metrics:
 
     def render(self) -> bytes:
         """Prometheus text, one HELP and TYPE per family."""
-    def count_checksum_pages(self, result: str, pages: int) -> None:
-        """`result`: equal or different."""
-        self._store.add(f.CHECKSUM_PAGES, pages, result)
-
         process = read_process()
         for family, value in (
             (f.RESIDENT, process.resident_bytes),
