@@ -27,7 +27,8 @@ class RequestState(msgspec.Struct):
     """The only one whose tokens count; None only while the next is being chosen."""
     attempts: int = 0
     handed_on: int = 0
-    """Of those, the ones that a worker gave up in good order after it had served: it left."""
+    """Of those, the ones that a worker gave up in good order, as it left, or never had. They bound
+    themselves: none of these workers is asked again."""
     tried: set[Incarnation] = set()
     refused: set[Incarnation] = set()
     cached_tokens: int = 0

@@ -195,7 +195,7 @@ class Requests:
         if attempt is None:
             self.stale["finished_unknown"] += 1
             return []
-        was_running, has_served = attempt.state is AttemptState.RUNNING, not attempt.is_waiting
+        was_running = attempt.state is AttemptState.RUNNING
         self._attempts.move(attempt, AttemptEvent.FINISHED)
         if not was_running:
             return []
@@ -206,8 +206,8 @@ class Requests:
             request.cached_tokens = usage.cached_tokens
         if message.reason in RETRIED:
             request.refused.add(message.worker)
-            # A long stream outlives any number of workers that are restarted one by one.
-            request.handed_on += has_served and message.reason is FinishReason.UNAVAILABLE
+            # A request outlives any number of workers that are restarted: each is asked once.
+            request.handed_on += message.reason is FinishReason.UNAVAILABLE
             reason = message.reason
             if reason is FinishReason.CANCELLED:
                 reason = FinishReason.UNAVAILABLE
@@ -224,6 +224,7 @@ class Requests:
         attempt = request.attempt
         assert attempt is not None and attempt.id == request_id
         request.refused.add(attempt.worker)
+        request.handed_on += 1
         self._attempts.move(attempt, AttemptEvent.UNDELIVERED)
         detail = "the decode worker cannot be reached"
         return self._next_attempt(request_id.serial, FinishReason.UNAVAILABLE, detail, now)

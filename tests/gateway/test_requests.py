@@ -192,13 +192,20 @@ def test_workers_that_leave_after_they_served_do_not_use_up_the_attempts(
         assert effects[0] == Assigned(1, world.workers[attempt + 1], 3 + attempt + 1)
 
 
-def test_workers_that_leave_before_they_served_do(world: World) -> None:
+def test_nor_do_workers_that_leave_before_they_served_or_were_never_reached(world: World) -> None:
+    """As when several are killed and several restarted at once: each is asked once."""
     world.workers = [Incarnation(number) for number in range(1, 8)]
     world.open()
-    for attempt, worker in enumerate(world.workers[:2]):
-        world.requests.on_finished(finished(FinishReason.UNAVAILABLE, attempt, worker), 1.0)
-    last = finished(FinishReason.UNAVAILABLE, 2, Incarnation(3))
-    assert world.requests.on_finished(last, 1.0) == [Ended(1, FinishReason.UNAVAILABLE)]
+    for attempt, worker in enumerate(world.workers):
+        if attempt % 2:
+            effects = world.requests.on_undelivered(RequestId(GATEWAY, 1, attempt), 1.0)
+        else:
+            end = finished(FinishReason.UNAVAILABLE, attempt, worker)
+            effects = world.requests.on_finished(end, 1.0)
+        if worker is world.workers[-1]:
+            assert effects == [Ended(1, FinishReason.UNAVAILABLE)]
+        else:
+            assert effects[0] == Assigned(1, world.workers[attempt + 1], 3)
 
 
 @pytest.mark.parametrize("reason", [FinishReason.FAILED, FinishReason.UNAVAILABLE])
