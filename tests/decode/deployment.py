@@ -202,6 +202,7 @@ class Deployment:
         self.gateway = gateway
         self.prefills: list[PrefillWorker] = []
         self.decodes: list[DecodeWorker] = []
+        self.kv_checksum = False
         self._runs: dict[object, asyncio.Task[ExitCode]] = {}
 
     def config(
@@ -211,7 +212,8 @@ class Deployment:
         shutdown_timeout: float = 30.0,
     ) -> WorkerConfig:
         config = self.config_for(self.gateway.address, protocol, scheduler)
-        return msgspec.structs.replace(config, shutdown_timeout=shutdown_timeout)
+        model = msgspec.structs.replace(config.model, kv_checksum=self.kv_checksum)
+        return msgspec.structs.replace(config, model=model, shutdown_timeout=shutdown_timeout)
 
     @staticmethod
     def config_for(
@@ -306,9 +308,11 @@ async def deployed(
     protocol: ProtocolConfig = PROTOCOL,
     scheduler: SchedulerConfig = SCHEDULER,
     prefill_protocol: ProtocolConfig | None = None,
+    kv_checksum: bool = False,
 ) -> AsyncIterator[Pair]:
     """One prefill and one decode worker, paired. At the end both must be whole and unbroken."""
     deployment = Deployment(GatewayPeer())
+    deployment.kv_checksum = kv_checksum
     prefill_executor = StandInExecutor(prefill_pages)
     decode_executor = StandInExecutor(decode_pages)
     prefill = deployment.add_prefill(
