@@ -1,0 +1,73 @@
+"""The processes that are harmed: several workers of each role and a gateway, started by hand so
+that each has a name, a log of its own, and a successor when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from tests.chaos.proc import Use, read_use
+from tests.e2e.deployment import Deployment, until
+
+SILENCE_SECONDS = 2.0
+PROTOCOL = (
+    *("--hello-interval-seconds", "0.5", "--silence-seconds", str(SILENCE_SECONDS)),
+    # Twice in a row is a coincidence of a busy machine; a stopped worker is woken long before.
+    *("--kill-lost-after-seconds", "60"),
+)
+WORKER = (
+    *("--dtype", "float32", "--kv-cache-memory-bytes", str(32 * 2**20)),
+    *("--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--stream-tokens-max", "48"),
+)
+
+
+class Cluster(Deployment):
+    """`workers` prefill workers, as many decode workers, and one gateway."""
+
+    def __init__(self, folder: Path, model: str, workers: int = 2) -> None:
+        super().__init__(folder, model)
+        numbers = range(workers)
+        self.names = {
+            "prefill": [f"prefill-{n}" for n in numbers],
+            "decode": [f"decode-{n}" for n in numbers],
+            "gateway": ["gateway"],
+        }
+
+    def start(self, name: str) -> None:
+        """Start, or start again. On the main thread only: the kernel ends a child with the thread
+        that made it."""
+        role = name.partition("-")[0]
+        if role == "gateway":
+            self.gateway(name, *PROTOCOL)
+        elif role == "prefill":
+            self.prefill(name, *WORKER, *PROTOCOL)
+        else:
+            self.decode(name, *WORKER, *PROTOCOL)
+
+    def start_all(self) -> None:
+        for names in self.names.values():
+            for name in names:
+                self.start(name)
+
+    async def complete(self) -> float:
+        """Once every worker is paired with every other; the seconds that it took."""
+        began = time.monotonic()
+        await until(self.is_complete, "all workers to be paired")
+        return time.monotonic() - began
+
+    async def whole(self) -> float:
+        """Once nothing is held, in flight or broken anywhere; the seconds that it took."""
+        began = time.monotonic()
+        await asyncio.to_thread(self.wait_whole)
+        return time.monotonic() - began
+
+    def uses(self) -> dict[int, Use]:
+        """What each process takes of the machine, by pid."""
+        pids = [process.pid for process in self.processes.values() if process.is_running]
+        return {pid: read_use(pid) for pid in pids}
+
+    def name_of(self, pid: int) -> str:
+        return next(name for name, process in self.processes.items() if process.pid == pid)
+
+

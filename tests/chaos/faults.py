@@ -1,0 +1,171 @@
+"""What can happen to a process. Each fault does it to one and returns how to undo it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import resource
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from tests.chaos import proc
+from tests.chaos.cluster import SILENCE_SECONDS, Cluster
+
+Heal = Callable[[], Awaitable[None]]
+Fault = Callable[[Cluster, str, random.Random], Heal]
+
+
+def kill(cluster: Cluster, name: str, dice: random.Random) -> Heal:
+    """SIGKILL; its supervisor starts another."""
+    cluster.processes[name].kill()
+
+    async def heal() -> None:
+        cluster.start(name)
+
+    return heal
+
+
+def leave(cluster: Cluster, name: str, dice: random.Random) -> Heal:
+    """SIGTERM: it finishes what it has, for a while."""
+    process = cluster.processes[name]
+    process.send(signal.SIGTERM)
+
+    async def heal() -> None:
+        assert await asyncio.to_thread(process.wait) == 0, process.text()
+        cluster.start(name)
+
+    return heal
+
+
+def stop(cluster: Cluster, name: str, dice: random.Random) -> Heal:
+    """SIGSTOP: it lives, and does nothing."""
+    process = cluster.processes[name]
+    process.send(signal.SIGSTOP)
+
+    async def heal() -> None:
+        process.send(signal.SIGCONT)
+
+    return heal
+
+
+def close_sockets(cluster: Cluster, name: str, dice: random.Random) -> Heal:
+    """Some of its connections end under it, by FIN or by RST."""
+    pid = cluster.processes[name].pid
+    connections = proc.connections_of(pid)
+    for fd in dice.sample(connections, dice.randint(1, len(connections))):
+        dice.choice((proc.end_connection, proc.reset_connection))(pid, fd)
+    return _nothing
+
+
+def exhaust_fds(cluster: Cluster, name: str, dice: random.Random) -> Heal:
+    """It can open nothing more: no connection, no file of /proc, no eventfd."""
+    pid = cluster.processes[name].pid
+    in_use = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    first_free = next(fd for fd in itertools.count() if fd not in in_use)
+    return _limited(pid, resource.RLIMIT_NOFILE, first_free)
+
+
+def fill_disk(cluster: Cluster, name: str, dice: random.Random) -> Heal:
+    """No file grows any more, its log among them."""
+    return _limited(cluster.processes[name].pid, resource.RLIMIT_FSIZE, 0)
+
+
+def kill_grammars(cluster: Cluster, name: str, dice: random.Random) -> Heal:
+    """SIGKILL to the process that compiles its grammars, if there was one yet."""
+    for pid in proc.children_of(cluster.processes[name].pid, "grammar_server"):
+        proc.kill(pid)
+    return _nothing
+
+
+def _limited(pid: int, which: int, soft: int) -> Heal:
+    before = proc.limit(pid, which, soft)
+
+    async def heal() -> None:
+        proc.limit(pid, which, before)
+
+    return heal
+
+
+async def _nothing() -> None:
+    """It is over already."""
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """A row of the report."""
+
+    name: str
+    inject: Fault
+    role: str
+    hold_seconds: float = 0.0
+    """Between the fault and its undoing, so much to twice as much."""
+    takes_all: bool = False
+    """Every worker of the role at once: nobody can serve."""
+    breaks_connections: bool = False
+    """Those of clients, which see it."""
+
+
+WORKERS = ("prefill", "decode")
+ROLES = (*WORKERS, "gateway")
+SHORT_SECONDS = SILENCE_SECONDS / 8
+LONG_SECONDS = SILENCE_SECONDS * 1.5
+
+
+def _kinds() -> list[Kind]:
+    kinds = []
+    for role in ROLES:
+        is_gateway = role == "gateway"
+        kinds += [
+            Kind(f"kill {role}", kill, role, breaks_connections=is_gateway),
+            Kind(f"leave {role}", leave, role, breaks_connections=is_gateway),
+            Kind(f"stop {role} shortly", stop, role, SHORT_SECONDS),
+            Kind(f"stop {role} for long", stop, role, LONG_SECONDS),
+            Kind(f"close sockets of {role}", close_sockets, role, breaks_connections=is_gateway),
+            Kind(f"exhaust fds of {role}", exhaust_fds, role, 1.0, breaks_connections=is_gateway),
+            Kind(f"fill disk of {role}", fill_disk, role, 1.0),
+        ]
+    for role in WORKERS:
+        kinds.append(Kind(f"kill every {role}", kill, role, takes_all=True))
+        kinds.append(Kind(f"kill grammars of {role}", kill_grammars, role))
+    return kinds
+
+
+KINDS = {kind.name: kind for kind in _kinds()}
+SHORT_ROUND = (
+    ("kill prefill", "exhaust fds of gateway", "fill disk of decode"),
+    ("kill decode", "stop gateway shortly", "kill grammars of prefill"),
+    ("stop prefill for long", "close sockets of decode"),
+    ("exhaust fds of decode", "close sockets of gateway", "stop prefill shortly"),
+    ("kill gateway", "exhaust fds of prefill"),
+)
+"""Waves of kinds: those of one happen at the same time, to different processes."""
+WAVE_MAX = 3
+
+
+def draw_wave(dice: random.Random, names: Sequence[str]) -> tuple[str, ...]:
+    """Of these kinds, some to happen at the same time, no two to the same role: of each, one stays
+    unharmed, unless all of it are taken at once."""
+    wave: dict[str, str] = {}
+    for name in dice.sample(names, min(len(names), dice.randint(1, WAVE_MAX))):
+        wave.setdefault(KINDS[name].role, name)
+    return tuple(wave.values())
+
+
+class Injury(msgspec.Struct, frozen=True):
+    """A fault that has happened, and how to undo it."""
+
+    kind: Kind
+    name: str
+    heal: Heal
+
+
+def strike(cluster: Cluster, name: str, dice: random.Random) -> list[Injury]:
+    """Do what `name` says, to one process of its role or to all."""
+    kind = KINDS[name]
+    targets = cluster.names[kind.role]
+    if not kind.takes_all:
+        targets = [dice.choice(targets)]
+    return [Injury(kind, target, kind.inject(cluster, target, dice)) for target in targets]

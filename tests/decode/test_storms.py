@@ -1,0 +1,35 @@
+"""Aborts in every state of a request, many of each: both pools stay whole, nothing grows, and who
+stays is answered."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.decode.deployment import deployed
+from tests.decode.storms import PAGES, STORM, Moment, Storm, holdings
+from tests.transfer.copies import CopyGate
+
+BLOCKS_PER_ABORT_MAX = 2
+"""Counters and caches that are not quite full may grow; a request that is kept has dozens."""
+
+
+@pytest.mark.parametrize("count", (100, pytest.param(1000, marks=pytest.mark.slow)))
+async def test_aborts_in_every_state(copies: CopyGate, count: int) -> None:
+    """`count` in each."""
+    async with deployed(prefill_pages=PAGES, decode_pages=PAGES, scheduler=STORM) as pair:
+        storm = Storm(pair, copies, random.Random(7))
+        for moment in Moment:
+            await storm.batch(moment)
+            assert storm.hits[moment], moment
+        storm.hits.clear()
+        before = holdings()
+        await storm.until_hit(lambda: [m for m in Moment if storm.hits[m] < count])
+        after = holdings()
+        await pair.serves()
+    assert min(storm.hits[moment] for moment in Moment) >= count
+    assert len(storm.chunks) > 2, storm.chunks
+    assert storm.probes > len(Moment)
+    assert after.fds <= before.fds and after.threads <= before.threads, (before, after)
+    assert after.blocks - before.blocks < BLOCKS_PER_ABORT_MAX * storm.hits.total(), (before, after)
