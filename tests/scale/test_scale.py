@@ -1,0 +1,26 @@
+"""The control plane with many workers of each role: real workers and the gateway's real core, over
+real channels and copies; only the forward is a stand-in."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pdrt.config import ProtocolConfig
+from tests.scale.scenario import Shape, play
+
+# Rooms of a decode worker that was killed end with its silence.
+SMALL = Shape(8, 1, 200, 2, ProtocolConfig(silence_seconds=2.0))
+FULL = Shape(64, 4, 2000, 4, ProtocolConfig())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "shape", [pytest.param(SMALL, id="8x8"), pytest.param(FULL, id="64x64", marks=pytest.mark.slow)]
+)
+async def test_every_request_is_answered_while_workers_come_and_go(shape: Shape) -> None:
+    figures = await play(shape)
+    assert figures.pairs == shape.workers**2
+    assert figures.rooms_open == shape.rooms
+    assert figures.answers >= 3 * shape.rooms
+    print(msgspec.json.format(msgspec.json.encode(figures)).decode())
