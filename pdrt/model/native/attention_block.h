@@ -12,14 +12,17 @@ constexpr int BLOCK_ROWS = 192;
 // Rows and vectors of a tile of products: its sums fill the registers but for a few.
 constexpr int TILE_ROWS = 6;
 constexpr int TILE_VECTORS = VECTOR_BYTES == 64 ? 4 : 2;
+// Columns that are laid out together, one row after another: a tile reads memory in order then, and
+// its columns are not all in the same few sets of L1.
+constexpr int TILE_COLUMNS = TILE_VECTORS * LANES;
 
 enum class Sums { FRESH, ADDED };
 
-// sums[row][column] = or += the sum over `depth`, at least 1, of a[row][k] * b[k][column].
+// sums[row][column] = or += the sum over `depth`, at least 1, of a[row][k] * panel[k][column].
 template <class Product, int VECTORS, Sums SUMS>
-void multiply_tile(const typename Product::Element *a, int a_stride,
-                   const typename Product::Element *b, int b_stride, int depth, float *sums,
-                   int sums_stride) {
+void multiply_tile(const typename Product::Element *a, ptrdiff_t a_stride,
+                   const typename Product::Element *panel, int depth, float *sums,
+                   ptrdiff_t sums_stride) {
     Floats tile[TILE_ROWS][VECTORS];
     unroll<TILE_ROWS>([&](auto row) {
         unroll<VECTORS>([&](auto i) {
@@ -27,11 +30,12 @@ void multiply_tile(const typename Product::Element *a, int a_stride,
                                                : Floats{};
         });
     });
-    int k = 0;
+    ptrdiff_t k = 0;
     do {
         typename Product::Vector columns[VECTORS];
-        unroll<VECTORS>(
-            [&](auto i) { columns[i] = Product::load_elements(b + k * b_stride + i * LANES); });
+        unroll<VECTORS>([&](auto i) {
+            columns[i] = Product::load_elements(panel + k * TILE_COLUMNS + i * LANES);
+        });
         unroll<TILE_ROWS>([&](auto row) {
             const auto factor = Product::splat_element(a[row * a_stride + k]);
             unroll<VECTORS>([&](auto i) {
@@ -44,18 +48,17 @@ void multiply_tile(const typename Product::Element *a, int a_stride,
     });
 }
 
-// The same for any multiple of LANES columns.
+// The same for a multiple of LANES columns, up to TILE_COLUMNS.
 template <class Product, Sums SUMS>
-void multiply(const typename Product::Element *a, int a_stride,
-              const typename Product::Element *b, int b_stride, int depth, int columns,
-              float *sums, int sums_stride) {
-    int column = 0;
-    for (; column + TILE_VECTORS * LANES <= columns; column += TILE_VECTORS * LANES)
-        multiply_tile<Product, TILE_VECTORS, SUMS>(a, a_stride, b + column, b_stride, depth,
-                                                   sums + column, sums_stride);
-    for (; column < columns; column += LANES)
-        multiply_tile<Product, 1, SUMS>(a, a_stride, b + column, b_stride, depth,
-                                        sums + column, sums_stride);
+void multiply(const typename Product::Element *a, ptrdiff_t a_stride,
+              const typename Product::Element *panel, int depth, int columns, float *sums,
+              ptrdiff_t sums_stride) {
+    if (columns == TILE_COLUMNS)
+        return multiply_tile<Product, TILE_VECTORS, SUMS>(a, a_stride, panel, depth, sums,
+                                                          sums_stride);
+    for (int column = 0; column < columns; column += LANES)
+        multiply_tile<Product, 1, SUMS>(a, a_stride, panel + column, depth, sums + column,
+                                        sums_stride);
 }
 
 // Element `index` of what is stored at `from`.
@@ -103,8 +106,7 @@ class BlockAttention {
     void attend() {
         pack_queries();
         std::fill_n(out, round_up(rows, TILE_ROWS) * columns, 0.0f);
-        if (columns != head_dim)
-            std::fill_n(values, KEY_BLOCK / Product::WIDTH * columns, Element());
+        if (columns != head_dim) std::fill(std::begin(values), std::end(values), Element());
         const int end = task.position + task.tokens;
         int first = call.first_key(task.position) / KEY_BLOCK * KEY_BLOCK;
         for (; first < end; first += KEY_BLOCK)
@@ -116,6 +118,7 @@ class BlockAttention {
 
   private:
     using Element = typename Product::Element;
+    static constexpr int PROBABILITIES = KEY_BLOCK / Product::WIDTH;  // elements of a row's
 
     void pack_queries() {
         for (int row = 0; row < rows; ++row) {
@@ -165,30 +168,41 @@ class BlockAttention {
     void attend_rows(int first_row, int first) {
         alignas(VECTOR_BYTES) float scores[SCORED_ROWS * KEY_BLOCK];
         const int end_row = std::min(first_row + SCORED_ROWS, rows);
-        for (int tile = first_row; tile < end_row; tile += TILE_ROWS)
-            if (const int end = tile_end(tile, first))
-                score_tile(tile, end, scores + (tile - first_row) * KEY_BLOCK);
+        score_rows(first_row, end_row, first, scores);
         for (int row = first_row; row < end_row; ++row)
             raise_row(row, first, scores + (row - first_row) * KEY_BLOCK);
         for (int row = first_row; row < end_row; ++row)
             exponentiate_row(row, first, scores + (row - first_row) * KEY_BLOCK);
-        for (int tile = first_row; tile < end_row; tile += TILE_ROWS)
-            if (const int end = tile_end(tile, first))
-                add_tile(tile, end, scores + (tile - first_row) * KEY_BLOCK);
+        add_rows(first_row, end_row, first, scores);
     }
 
-    void score_tile(int row, int end, float *scores) const {
-        multiply<Product, Sums::FRESH>(queries + row * elements, elements, keys, KEY_BLOCK,
-                                       elements, round_up(end, LANES), scores, KEY_BLOCK);
+    // Panel by panel, so that it stays in L1 for all rows.
+    void score_rows(int first_row, int end_row, int first, float *scores) const {
+        for (int column = 0; column < KEY_BLOCK; column += TILE_COLUMNS)
+            for (int tile = first_row; tile < end_row; tile += TILE_ROWS) {
+                const int seen = round_up(tile_end(tile, first), LANES) - column;
+                if (seen <= 0) continue;
+                multiply<Product, Sums::FRESH>(
+                    queries + tile * elements, elements, keys + column * elements, elements,
+                    std::min(seen, TILE_COLUMNS), scores + (tile - first_row) * KEY_BLOCK + column,
+                    KEY_BLOCK);
+            }
     }
 
-    void add_tile(int row, int end, const float *scores) {
-        alignas(VECTOR_BYTES) Element packed[TILE_ROWS * KEY_BLOCK / Product::WIDTH];
-        const Element *probabilities =
-            pack_probabilities(Product(), scores, TILE_ROWS * KEY_BLOCK, packed);
-        multiply<Product, Sums::ADDED>(probabilities, KEY_BLOCK / Product::WIDTH, values, columns,
-                                       (end + Product::WIDTH - 1) / Product::WIDTH, columns,
-                                       out + row * columns, columns);
+    void add_rows(int first_row, int end_row, int first, const float *scores) {
+        alignas(VECTOR_BYTES) Element packed[SCORED_ROWS * PROBABILITIES];
+        const int count = round_up(end_row - first_row, TILE_ROWS) * KEY_BLOCK;
+        const Element *probabilities = pack_probabilities(Product(), scores, count, packed);
+        for (int column = 0; column < columns; column += TILE_COLUMNS)
+            for (int tile = first_row; tile < end_row; tile += TILE_ROWS) {
+                const int seen = tile_end(tile, first);
+                if (seen == 0) continue;
+                multiply<Product, Sums::ADDED>(
+                    probabilities + (tile - first_row) * PROBABILITIES, PROBABILITIES,
+                    values + column * PROBABILITIES, (seen + Product::WIDTH - 1) / Product::WIDTH,
+                    std::min(columns - column, TILE_COLUMNS), out + tile * columns + column,
+                    columns);
+            }
     }
 
     void raise_row(int row, int first, float *scores) {
@@ -215,13 +229,19 @@ class BlockAttention {
             value[index] = index < count ? key[index] + sequence.pages.to_value() : NOTHING;
         }
         for (int index = 0; index < KEY_BLOCK; index += LANES) transpose_keys(key + index, index);
-        for (int index = 0; index < count; index += Product::WIDTH)
-            pack_value(Product(), value[index], value[index + Product::WIDTH - 1], head_dim,
-                       values + index / Product::WIDTH * columns);
+        for (int column = 0; column < head_dim; column += TILE_COLUMNS) {
+            Element *to = values + column * PROBABILITIES;
+            const int width = std::min(head_dim - column, TILE_COLUMNS);
+            for (int index = 0; index < count; index += Product::WIDTH, to += TILE_COLUMNS)
+                pack_value(Product(), value[index] + column,
+                           value[index + Product::WIDTH - 1] + column, width, to);
+        }
     }
 
     // LANES keys become columns [column, …) of `keys`.
     void transpose_keys(const Stored *const *key, int column) {
+        const int within = column % TILE_COLUMNS;
+        Element *to = keys + (column - within) * elements + within;
         int element = 0;
         for (; element + LANES <= elements; element += LANES) {
             Floats tile[LANES];
@@ -230,12 +250,11 @@ class BlockAttention {
                     Product::load_stored(key[i] + element * Product::WIDTH));
             transpose(tile);
             for (int i = 0; i < LANES; ++i)
-                std::memcpy(keys + (element + i) * KEY_BLOCK + column, &tile[i], sizeof tile[i]);
+                std::memcpy(to + (element + i) * TILE_COLUMNS, &tile[i], sizeof tile[i]);
         }
         for (; element < elements; ++element)
             for (int i = 0; i < LANES; ++i)
-                keys[element * KEY_BLOCK + column + i] =
-                    stored_element(Product(), key[i], element);
+                to[element * TILE_COLUMNS + i] = stored_element(Product(), key[i], element);
     }
 
     const Attention &call;
@@ -245,7 +264,7 @@ class BlockAttention {
     Softmax softmax[BLOCK_ROWS];
     alignas(VECTOR_BYTES) Element queries[BLOCK_ROWS * HEAD_DIM_MAX / Product::WIDTH];
     alignas(VECTOR_BYTES) float out[BLOCK_ROWS * HEAD_DIM_MAX];
-    // [element][key], and [key or pair of keys][column], whose columns past head_dim stay 0.
+    // Panels of [element][key], and of [key or pair of keys][column], 0 past head_dim.
     alignas(VECTOR_BYTES) Element keys[HEAD_DIM_MAX / Product::WIDTH * KEY_BLOCK];
-    alignas(VECTOR_BYTES) Element values[KEY_BLOCK / Product::WIDTH * HEAD_DIM_MAX];
+    alignas(VECTOR_BYTES) Element values[PROBABILITIES * HEAD_DIM_MAX];
 };

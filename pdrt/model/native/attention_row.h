@@ -11,14 +11,20 @@
 constexpr int PART_KEYS = 1024;
 // Heads whose sums fit into 16 registers, several keys or columns at once.
 constexpr int TILE_HEADS = 4;
-constexpr int SCORE_STRIDE = KEY_BLOCK + LANES;
+// Keys between two updates of the softmax. Meanwhile as many that come next are fetched into L2.
+constexpr int ROW_BLOCK = 64;
+// Pages lie anywhere, and the processor has to look up first where that is, in memory too: a line
+// of each is asked for so many keys ahead. Fetching all of it that early would stall on the lookup.
+constexpr int LOOKUP_KEYS = 512;
+constexpr int SCORE_STRIDE = ROW_BLOCK + LANES;
 
 struct RowState {
     Softmax softmax[HEADS_MAX];
     alignas(VECTOR_BYTES) float out[HEADS_MAX * HEAD_DIM_MAX];  // (heads, head_dim), not divided
 };
 
-constexpr int keys_at_once(int heads) { return heads == 1 ? 8 : heads < 4 ? 4 : 2; }
+// With more, sums and what they are summed up from do not fit into 16 registers.
+constexpr int keys_at_once(int heads) { return heads == 1 ? 8 : heads == 2 ? 4 : 2; }
 
 // scores[head][key] = query[head] . keys[key]; writes whole vectors, so up to LANES - 1 more.
 // Meanwhile prefetches as much as it reads of what lies at `ahead`: bit by bit, as the processor
@@ -31,7 +37,7 @@ void score_keys(const typename Product::Element *query, const Stored *keys, int 
     const int elements = head_dim / Product::WIDTH;
     for (int first = 0; first < count; first += LANES) {
         Floats products[HEADS][LANES / KEYS];
-        unroll<LANES / KEYS>([&](auto part) {
+        for (int part = 0; part < LANES / KEYS; ++part) {
             const Stored *key[KEYS];
             // Past the last key it is computed again, as what lies behind may be anything.
             for (int i = 0; i < KEYS; ++i)
@@ -54,7 +60,7 @@ void score_keys(const typename Product::Element *query, const Stored *keys, int 
             unroll<HEADS>([&](auto head) {
                 products[head][part] = sum_rows<1, KEYS>(sums[head]);
             });
-        });
+        }
         unroll<HEADS>([&](auto head) {
             store(scores + head * SCORE_STRIDE + first,
                   sum_rows<KEYS, LANES / KEYS>(products[head]));
@@ -74,18 +80,22 @@ inline void load_values(const Bf16 *from, Floats *to) {
     to[1] = halves.odd;
 }
 
+// A sum waits four cycles for the one before: where there are fewer, every other key has its own.
+constexpr int SUMS_MIN = 8;
+
 // out[head][column, …) += the sum of the values, each times its probability. Prefetches likewise.
 template <int HEADS, int VECTORS, class Stored>
 void add_columns(const float *probabilities, const Stored *values, int count, int head_dim,
                  float *out, const char *ahead) {
     constexpr int STEP_BYTES = LANES * VECTORS * static_cast<int>(sizeof(Stored));
-    Floats sums[HEADS][VECTORS];
+    constexpr int CHAINS = HEADS * VECTORS < SUMS_MIN ? 2 : 1;
+    Floats sums[CHAINS][HEADS][VECTORS] = {};
     unroll<HEADS>([&](auto head) {
-        unroll<VECTORS>([&](auto i) { sums[head][i] = load(out + head * head_dim + i * LANES); });
+        unroll<VECTORS>(
+            [&](auto i) { sums[0][head][i] = load(out + head * head_dim + i * LANES); });
     });
-    int key = 0;
-    do {
-        const Stored *value = values + static_cast<int64_t>(key) * head_dim;
+    const auto add_key = [&](ptrdiff_t key, auto chain) {
+        const Stored *value = values + key * head_dim;
         prefetch(ahead + key * STEP_BYTES, STEP_BYTES);
         Floats numbers[VECTORS];
         constexpr int AT_ONCE = VALUE_VECTORS<Stored>;
@@ -94,18 +104,26 @@ void add_columns(const float *probabilities, const Stored *values, int count, in
         });
         unroll<HEADS>([&](auto head) {
             const Floats probability = splat(probabilities[head * SCORE_STRIDE + key]);
-            unroll<VECTORS>([&](auto i) { sums[head][i] += probability * numbers[i]; });
+            unroll<VECTORS>([&](auto i) { sums[chain][head][i] += probability * numbers[i]; });
         });
-    } while (++key < count);
+    };
+    ptrdiff_t key = 0;
+    for (; key + CHAINS <= count; key += CHAINS)
+        unroll<CHAINS>([&](auto chain) { add_key(key + chain, chain); });
+    if (key < count) add_key(key, std::integral_constant<int, 0>());
     unroll<HEADS>([&](auto head) {
-        unroll<VECTORS>([&](auto i) { store(out + head * head_dim + i * LANES, sums[head][i]); });
+        unroll<VECTORS>([&](auto i) {
+            Floats sum = sums[0][head][i];
+            if constexpr (CHAINS > 1) sum += sums[1][head][i];
+            store(out + head * head_dim + i * LANES, sum);
+        });
     });
 }
 
 template <int HEADS, class Stored>
 void add_values(const float *probabilities, const Stored *values, int count, int head_dim,
                 float *out, const char *ahead) {
-    constexpr int VECTORS = HEADS < 4 ? 4 : 2;
+    constexpr int VECTORS = HEADS < 3 ? 4 : 2;
     const auto ahead_of = [&](int column) {
         return ahead + static_cast<int64_t>(column) * count * static_cast<int>(sizeof(Stored));
     };
@@ -132,10 +150,10 @@ void for_head_tiles(int heads, Tile tile) {
     }
 }
 
-// Keys of a block that lie in one page.
+// Keys of a block that lie in one page, and those that lie a block ahead, to be prefetched.
 template <class Stored>
 struct Run {
-    const Stored *keys;
+    const Stored *keys, *ahead;
     int count;
 };
 
@@ -178,24 +196,32 @@ struct RowAttention {
     void attend(int first, int end, RowState &state) const {
         std::fill_n(state.softmax, task.heads, Softmax());
         std::fill_n(state.out, task.heads * head_dim, 0.0f);
+        look_up(first, std::min(first + LOOKUP_KEYS, end));
         while (first < end) {
-            const int block_end = std::min(end, first / KEY_BLOCK * KEY_BLOCK + KEY_BLOCK);
+            const int block_end = std::min(end, first / ROW_BLOCK * ROW_BLOCK + ROW_BLOCK);
+            look_up(std::min(first + LOOKUP_KEYS, end), std::min(block_end + LOOKUP_KEYS, end));
             attend_block(first, block_end, end, state);
             first = block_end;
         }
     }
 
   private:
+    // Asks for a line of each page of keys [first, end), and of their values.
+    void look_up(int first, int end) const {
+        for (; first < end; first += sequence.pages.page_size) {
+            const Stored *keys = sequence.key(first);
+            prefetch(address(keys), CACHE_LINE_BYTES);
+            prefetch(address(keys + to_value()), CACHE_LINE_BYTES);
+        }
+    }
+
     void attend_block(int first, int block_end, int end, RowState &state) const {
-        Run<Stored> runs[KEY_BLOCK];
-        const int count = find_runs(first, block_end, runs);
+        Run<Stored> runs[ROW_BLOCK];
+        const int count = find_runs(first, block_end, end, runs);
         alignas(VECTOR_BYTES) float scores[HEADS_MAX * SCORE_STRIDE];
-        // Read are first the keys of all runs, then their values, then the next block's keys: what
-        // comes next is prefetched, as pages lie anywhere.
         for (int index = 0, key = 0; index < count; key += runs[index++].count) {
             const Run<Stored> &run = runs[index];
-            const Stored *ahead =
-                index + 1 < count ? runs[index + 1].keys : runs[0].keys + to_value();
+            const Stored *ahead = run.ahead;
             for_head_tiles(task.heads, [&](int head, auto number) {
                 score_keys<Product, number>(query + head * (head_dim / Product::WIDTH), run.keys,
                                             run.count, head_dim,
@@ -212,23 +238,25 @@ struct RowAttention {
             take_exponentials(call, scores + head * SCORE_STRIDE, block_end - first,
                               state.softmax[head]);
         for (int index = 0, key = 0; index < count; key += runs[index++].count) {
-            const Stored *values = runs[index].keys + to_value();
-            const Stored *ahead = index + 1 < count ? runs[index + 1].keys + to_value()
-                                  : block_end < end ? sequence.key(block_end)
-                                                    : values;
+            const Run<Stored> &run = runs[index];
+            const Stored *values = run.keys + to_value(), *ahead = run.ahead + to_value();
             for_head_tiles(task.heads, [&](int head, auto number) {
-                add_values<number>(scores + head * SCORE_STRIDE + key, values, runs[index].count,
-                                   head_dim, state.out + head * head_dim, address(ahead));
+                add_values<number>(scores + head * SCORE_STRIDE + key, values, run.count, head_dim,
+                                   state.out + head * head_dim, address(ahead));
                 ahead = values;
             });
         }
     }
 
-    int find_runs(int first, int end, Run<Stored> *runs) const {
+    // The runs of keys [first, block_end), of a sequence that ends at `end`.
+    int find_runs(int first, int block_end, int end, Run<Stored> *runs) const {
         int count = 0;
-        while (first < end) {
+        while (first < block_end) {
             const int left = sequence.pages.page_size - first % sequence.pages.page_size;
-            runs[count++] = {sequence.key(first), std::min(end - first, left)};
+            const Stored *keys = sequence.key(first);
+            const bool has_next = first + ROW_BLOCK < end;
+            runs[count++] = {keys, has_next ? sequence.key(first + ROW_BLOCK) : keys,
+                             std::min(block_end - first, left)};
             first += left;
         }
         return count;
