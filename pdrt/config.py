@@ -120,6 +120,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[Count, _doc("sequences per step at most")] = 64
     max_num_batched_tokens: Annotated[Count, _doc("tokens per step at most (chunk size)")] = 512
     queue_max: Annotated[Count, _doc("requests waiting for pages before 429")] = 1024
+    stall_seconds_max: Annotated[
+        Seconds,
+        _doc(
+            "a forward, or waiting work, that stands still this long makes a worker unhealthy; a "
+            "forward that hangs for twice as long ends it"
+        ),
+    ] = 60.0
     stream_tokens_max: Annotated[
         Count, _doc("tokens a client may leave unread before its sequence pauses")
     ] = 256
@@ -215,6 +222,9 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_workers: Annotated[Count, _doc("prefill workers")] = 1
     decode_workers: Annotated[Count, _doc("decode workers")] = 1
     ready_timeout: Annotated[Seconds, _doc("seconds to wait for the first full pair")] = 300.0
+    hang_seconds_max: Annotated[
+        Seconds, _doc("a role whose event loop stands still this long is killed and started anew")
+    ] = 30.0
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()

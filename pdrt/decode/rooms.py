@@ -44,6 +44,8 @@ REVOKE_BY_FINISH = {
 class RoomEvents(msgspec.Struct, frozen=True):
     """What the worker hears of its rooms."""
 
+    on_open: Callable[[], None]
+    """A request has been admitted."""
     on_token: Callable[[DecodeRequest, FirstTokenData, Incarnation, float], None]
     """The first token of a room has been sampled, by this writer."""
     on_scores: Callable[[DecodeRequest, tuple[TokenLogprobs, ...], Incarnation], None]
@@ -140,6 +142,7 @@ class Rooms:
             context=request.context,
         )
         effects = self.table.grant(endpoint, grant, now)
+        self._events.on_open()
         self._rooms[room] = _Room(request.request, pages, self.table.leases[room].writer)
         self._scheduler.admitted(request, room, now)
         self._handover.apply(effects)
@@ -222,6 +225,7 @@ class Rooms:
 
     def _failed(self, effect: FailRoom) -> None:
         room, now = self._rooms[effect.room], time.monotonic()
+        self._metrics.count_room_end(effect.reason.value)
         if effect.room in self.table.leases:
             # It is being revoked; one that has drained already has nothing left to wait for.
             room.failed_at, room.reason = now, effect.reason

@@ -23,6 +23,7 @@ from pdrt.model.executor import Executor
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, End
+from pdrt.transfer.liveness import Liveness
 from pdrt.transfer.worker_loop import WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Computing(Protocol):
     grammars: Grammars
     answers: Answers
     loop: WorkerLoop
+    liveness: Liveness
 
 
 class Steps:
@@ -102,10 +104,12 @@ class Steps:
                 return []
             log.exception("decode step failed")
             why = repr(error)
+            self._worker.liveness.forward_failed(why, time.monotonic())
             return [self._failed(each, FinishReason.FAILED, why) for each in sequences]
         if self._worker.loop.is_ending:
             return []  # its requests have been told, and are gone
         now = time.monotonic()
+        self._worker.liveness.forward_ended()
         self._worker.answers.stepped(result.seconds, len(sequences))
         rows = zip(sequences, result.tokens, result.logprobs, strict=True)
         outcomes: list[Outcome] = []

@@ -18,7 +18,6 @@ from pdrt.kv.pages import PageTable
 from pdrt.model.executor import Executor
 from pdrt.observe.counters import CounterBridge
 from pdrt.observe.metrics import Metrics
-from pdrt.observe.steps import step_complaints
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.protocol.gateway_messages import Register, Role
 from pdrt.protocol.leases import Lease, LeaseState, LeaseTable
@@ -26,6 +25,7 @@ from pdrt.protocol.messages import Fingerprint, Load
 from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, RequestState
 from pdrt.transfer.gateway_link import GatewayLinks
+from pdrt.transfer.liveness import Ailment, Complaint, Liveness
 
 ROWS_MAX = 64
 """Leases and requests listed in a status, the newest; the rest is counted. A gateway asks every
@@ -50,6 +50,7 @@ class Seen(Protocol):
     handover: Handover
     links: GatewayLinks
     http: WorkerHttp
+    liveness: Liveness
 
     @property
     def is_leaving(self) -> bool: ...
@@ -75,17 +76,19 @@ class DecodeView:
 
     def reasons(self) -> list[str]:
         """Why it is not ready; empty when it is."""
-        reasons = self.complaints()
+        reasons = [complaint.text for complaint in self.complaints()]
         if not self._worker.table.usable_endpoints():
             reasons.append("no prefill worker is paired")
         return reasons
 
-    def complaints(self) -> list[str]:
+    def complaints(self) -> list[Complaint]:
         """Why it is not healthy, whoever it is paired with; empty when it is."""
         now = time.monotonic()
+        complaints = self._worker.liveness.complaints(now)
         refusal = self._worker.table.refuses(now)
-        complaints = [refusal] if refusal is not None else []
-        return complaints + step_complaints(self._worker.executor.step_age(now))
+        if refusal is not None:
+            complaints.append(Complaint(Ailment.ADMISSION_STOPPED, refusal))
+        return complaints
 
     def refused_pairs(self) -> tuple[str, ...]:
         """Prefill workers that it cannot be paired with, and why."""
@@ -95,7 +98,7 @@ class DecodeView:
     def register(self, seq: int) -> Register:
         """What it tells its gateways."""
         worker = self._worker
-        complaints = tuple(self.complaints())
+        reasons = tuple(complaint.text for complaint in self.complaints())
         limits = worker.config.scheduler
         return Register(
             role=Role.DECODE,
@@ -107,8 +110,8 @@ class DecodeView:
             requests_max=limits.queue_max + limits.max_num_seqs,
             version=__version__,
             metrics=worker.http.url + "/metrics",
-            healthy=not complaints,
-            reasons=complaints,
+            healthy=not reasons,
+            reasons=reasons,
             draining=worker.is_leaving,
             paired=tuple(worker.table.usable_endpoints()),
             refused=self.refused_pairs(),
@@ -126,6 +129,8 @@ class DecodeView:
         metrics.set_quarantine(worker.table.quarantined_pages(now), held)
         metrics.set_in_flight(self._in_flight())
         metrics.set_queue(worker.scheduler.queued)
+        ailing = {complaint.ailment for complaint in self.complaints()}
+        metrics.set_unhealthy({each.value: int(each in ailing) for each in Ailment})
         rejected = worker.handover.rejected + worker.links.rejected
         stale = worker.table.stale + worker.links.stale
         self._bridge.pass_on("rejected", rejected, metrics.count_rejected_frame)

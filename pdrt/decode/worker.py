@@ -44,7 +44,9 @@ from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
 from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.gateway_link import GatewayLinks, Request
+from pdrt.transfer.liveness import Liveness
 from pdrt.transfer.local import LocalReceiver
+from pdrt.transfer.self_watch import SelfWatch
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
 log = logging.getLogger(__name__)
@@ -100,7 +102,10 @@ class DecodeWorker:
         quarantine = config.protocol.quarantine_pages_max or max(1, executor.pages // 4)
         info = DecodeWorkerInfo(self.incarnation, self.fingerprint, 1, receiver.fence, quarantine)
         self.table = LeaseTable(info, config.protocol, now)
+        late = config.protocol.tick_late_seconds
+        self.liveness = Liveness(config.scheduler.stall_seconds_max, late, now)
         self.loop = WorkerLoop(self._tick, self._leave)
+        self._watch = SelfWatch(self.liveness, self.loop, self.view.complaints)
         self.rooms = Rooms(self.table, self.kv, self.scheduler, config.protocol, self.metrics)
         landing = Landing(receiver, PageChecksums(executor.pool) if is_checked else None)
         self.handover = Handover(self.table, landing, config.protocol, self.loop, self.rooms.apply)
@@ -125,7 +130,13 @@ class DecodeWorker:
         self.steps = Steps(self)
         self.rooms.attach(
             self.handover,
-            RoomEvents(self._take_token, self.answers.scores, self.steps.wake, self._finish),
+            RoomEvents(
+                self.liveness.moved,
+                self._take_token,
+                self.answers.scores,
+                self.steps.wake,
+                self._finish,
+            ),
         )
         self.http = WorkerHttp(
             config.host,
@@ -152,7 +163,7 @@ class DecodeWorker:
     async def run(self) -> ExitCode:
         """Serve until told to stop."""
         try:
-            return await self.loop.run(self.steps.run(), self.http.run())
+            return await self.loop.run(compute=self.steps.run(), http=self.http.run())
         finally:
             self.handover.close()
             self.links.close()
@@ -287,6 +298,9 @@ class DecodeWorker:
         self._give_up_unpaired(now)
         self.rooms.admit_soon()
         self.links.handle_timer(now)
+        may_admit = self.rooms.is_admitting and bool(self.table.usable_endpoints())
+        waiting = self.scheduler.waiting(may_admit=may_admit)
+        self._watch.tick(self.executor.step_age(now), waiting, now)
         self._announce_changes(now)
         if now - self._checked_at > CHECK_SECONDS and not self.scheduler.running:
             self._checked_at = now
@@ -347,7 +361,7 @@ class DecodeWorker:
         state = (
             tuple(self.table.usable_endpoints()),
             self.view.refused_pairs(),
-            bool(self.view.complaints()),
+            self._watch.ailments,
         )
         if state != self._announced:
             self._announced = state

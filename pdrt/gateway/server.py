@@ -116,9 +116,12 @@ async def serve(
     stop = _Stop()
     try:
         async with asyncio.TaskGroup() as group:
-            http = group.create_task(server.serve(sockets=[listener]))
+            http = group.create_task(server.serve(sockets=[listener]), name="http")
             # They end with an exception, or by us.
-            endless = [group.create_task(_tick(hub, channel)), group.create_task(_raise(broken))]
+            tick = group.create_task(_tick(hub, channel), name="tick")
+            endless = [tick, group.create_task(_raise(broken))]
+            for task in (http, tick):
+                task.add_done_callback(lambda task: _note_end(task, server, broken))
             await server.accepting.wait()
             announce(
                 {
@@ -132,8 +135,8 @@ async def serve(
             await _finish(hub, config.shutdown_timeout, stop)
             server.should_exit = True
             await http
-            for task in endless:
-                task.cancel()
+            for each in endless:
+                each.cancel()
         code = EXIT_STOPPED
     except* Exception as errors:
         for error in errors.exceptions:
@@ -168,6 +171,15 @@ def _watch_callbacks() -> asyncio.Future[None]:
 
 async def _raise(broken: asyncio.Future[None]) -> None:
     await broken
+def _note_end(task: asyncio.Task[None], server: HttpServer, broken: asyncio.Future[None]) -> None:
+    """What ends without a word: by itself, or because what it waited for was cancelled, which
+    a TaskGroup takes for a wish."""
+    is_wanted = server.should_exit or task.cancelling()
+    is_silent = task.cancelled() or task.exception() is None
+    if is_silent and not is_wanted and not broken.done():
+        broken.set_exception(AssertionError(f"the task {task.get_name()!r} has ended by itself"))
+
+
 
 
 async def _tick(hub: Hub, channel: RouterChannel) -> None:

@@ -25,4 +25,5 @@ def set_gauges(metrics: Metrics, registry: Registry, requests: Requests, streams
         )
     )
     metrics.set_in_flight({"open": streams})
+    metrics.set_ready(registry.readiness()[0])
     metrics.set_attempts(requests.attempts)

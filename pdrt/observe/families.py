@@ -62,6 +62,13 @@ IN_FLIGHT = _gauge(
     "Requests by state; the gateway's are `open`, of prefill workers they are rooms",
     "state",
 )
+READY = _gauge("pdrt_ready", "Gateway: 1 while a full pair of workers can serve, else 0")
+UNHEALTHY = _gauge(
+    "pdrt_unhealthy",
+    "Workers: 1 while that is why it is not healthy, else 0: forward_hangs, forwards_fail, "
+    "no_progress, admission_stopped, peers_full",
+    "reason",
+)
 ATTEMPTS = _gauge("pdrt_attempts", "Gateway: attempts that decode workers have not ended")
 QUEUE = _gauge("pdrt_queue", "Requests that wait for pages, or for a place in the batch")
 
@@ -103,6 +110,9 @@ LOOP_LAG = _histogram(
 
 REQUESTS = _counter(
     "pdrt_requests", "Requests by how they ended; on prefill workers rooms", "outcome"
+)
+ROOM_ENDS = _counter(
+    "pdrt_room_ends", "Rooms that ended before all of their KV had landed, by reason", "reason"
 )
 PROMPT_TOKENS = _counter(
     "pdrt_prompt_tokens",

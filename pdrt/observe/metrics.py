@@ -78,6 +78,13 @@ class Metrics:
     def set_pairs(self, count: int) -> None:
         self._store.set(f.PAIRS, count)
 
+    def set_ready(self, is_ready: bool) -> None:
+        self._store.set(f.READY, int(is_ready))
+
+    def set_unhealthy(self, reasons: Mapping[str, int]) -> None:
+        """1 for each reason that there is, 0 for all others that there may be."""
+        self._set_all(f.UNHEALTHY, reasons)
+
     def set_attempts(self, count: int) -> None:
         self._store.set(f.ATTEMPTS, count)
 
@@ -141,6 +148,10 @@ class Metrics:
 
     def count_request(self, outcome: str) -> None:
         self._store.add(f.REQUESTS, 1, outcome)
+
+    def count_room_end(self, reason: str) -> None:
+        """Of a room that ended before all of its KV had landed."""
+        self._store.add(f.ROOM_ENDS, 1, reason)
 
     def count_fence(self, engine: str, count: int = 1) -> None:
         self._store.add(f.FENCES, count, engine)

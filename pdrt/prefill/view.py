@@ -18,7 +18,6 @@ from pdrt.kv.prefix import PrefixCache
 from pdrt.model.executor import Executor
 from pdrt.observe.counters import CounterBridge
 from pdrt.observe.metrics import Metrics
-from pdrt.observe.steps import step_complaints
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.prefill.handover import Handover
 from pdrt.protocol.gateway_messages import Register, Role
@@ -27,6 +26,7 @@ from pdrt.protocol.rooms import Room, RoomState, RoomTable
 from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.scheduling.prefill_job import PrefillJob
 from pdrt.transfer.gateway_link import GatewayLinks
+from pdrt.transfer.liveness import Ailment, Complaint, Liveness
 
 ROWS_MAX = 64
 """Rooms listed in a status, the newest; the rest is counted. A gateway asks every worker for its
@@ -49,6 +49,7 @@ class Seen(Protocol):
     handover: Handover
     links: GatewayLinks
     http: WorkerHttp
+    liveness: Liveness
 
     @property
     def is_leaving(self) -> bool: ...
@@ -73,19 +74,21 @@ class PrefillView:
 
     def reasons(self) -> list[str]:
         """Why it is not ready; empty when it is."""
-        return self.complaints() + (["leaving"] if self._worker.is_leaving else [])
+        reasons = [complaint.text for complaint in self.complaints()]
+        return reasons + (["leaving"] if self._worker.is_leaving else [])
 
-    def complaints(self) -> list[str]:
+    def complaints(self) -> list[Complaint]:
         """Why it is not healthy; empty when it is."""
-        complaints: list[str] = []
+        complaints = self._worker.liveness.complaints(time.monotonic())
         if self._worker.table.peers.is_full:
-            complaints.append("decode_incarnations_max is reached: it drains and exits")
-        return complaints + step_complaints(self._worker.executor.step_age(time.monotonic()))
+            why = "decode_incarnations_max is reached: it drains and exits"
+            complaints.append(Complaint(Ailment.PEERS_FULL, why))
+        return complaints
 
     def register(self, seq: int) -> Register:
         """What it tells its gateways."""
         worker = self._worker
-        complaints = tuple(self.complaints())
+        reasons = tuple(complaint.text for complaint in self.complaints())
         return Register(
             role=Role.PREFILL,
             worker=worker.incarnation,
@@ -96,8 +99,8 @@ class PrefillView:
             requests_max=worker.config.protocol.rooms_max,
             version=__version__,
             metrics=worker.http.url + "/metrics",
-            healthy=not complaints,
-            reasons=complaints,
+            healthy=not reasons,
+            reasons=reasons,
             draining=worker.is_leaving,
             load=self.load(),
         )
@@ -109,6 +112,8 @@ class PrefillView:
         metrics.set_rooms(self._rooms_by_state())
         metrics.set_in_flight(self._rooms_by_phase())
         metrics.set_queue(worker.scheduler.queued)
+        ailing = {complaint.ailment for complaint in self.complaints()}
+        metrics.set_unhealthy({each.value: int(each in ailing) for each in Ailment})
         rejected = worker.handover.rejected + worker.links.rejected
         stale = worker.table.stale + worker.links.stale
         self._bridge.pass_on("rejected", rejected, metrics.count_rejected_frame)

@@ -39,9 +39,11 @@ from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.scheduling.prefill_job import Chunk
 from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.gateway_link import GatewayLinks, Request
+from pdrt.transfer.liveness import Liveness
 from pdrt.transfer.local import LocalSender
 from pdrt.transfer.processes import this_process
 from pdrt.transfer.room_task import ForwardEnded, ForwardStarted, PagesFinished, Transfer
+from pdrt.transfer.self_watch import SelfWatch
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,10 @@ class PrefillWorker:
             self.incarnation, self.fingerprint, (this_process(),), (sender.name,)
         )
         self.table = RoomTable(info, config.protocol, now)
+        late = config.protocol.tick_late_seconds
+        self.liveness = Liveness(limits.stall_seconds_max, late, now)
         self.loop = WorkerLoop(self._tick, self._leave)
+        self._watch = SelfWatch(self.liveness, self.loop, self.view.complaints)
         checksums = PageChecksums(executor.pool) if is_checked else None
         transfer = Transfer(sender, single_rank_plan(executor.layout), checksums)
         self.handover = Handover(self.table, transfer, config, self.loop)
@@ -148,7 +153,7 @@ class PrefillWorker:
     async def run(self) -> ExitCode:
         """Serve until told to stop."""
         try:
-            return await self.loop.run(self._compute(), self.http.run())
+            return await self.loop.run(compute=self._compute(), http=self.http.run())
         finally:
             self.handover.close()
             self.links.close()
@@ -197,6 +202,10 @@ class PrefillWorker:
 
     def _room_ended(self, drained: Drained) -> None:
         self.metrics.count_request(drained.outcome.value)
+        if drained.reason is None:
+            self.liveness.moved()
+        else:
+            self.metrics.count_room_end(drained.reason.value)
         if job := self.scheduler.jobs.get(drained.room):
             self._ends.ended(job, drained, time.monotonic())
 
@@ -221,8 +230,10 @@ class PrefillWorker:
             raise  # our own bug: the worker ends
         except Exception as error:
             log.exception("prefill step failed")
+            self.liveness.forward_failed(repr(error), time.monotonic())
             self._step_failed(chunks, repr(error))
             return
+        self.liveness.forward_ended()
         tokens = sum(len(row.token_ids) for row in rows)
         self.metrics.observe_step(result.seconds, len(rows), tokens)
         self.metrics.count_prompt_tokens(tokens)
@@ -275,6 +286,10 @@ class PrefillWorker:
         if now - self._checked_at > CHECK_SECONDS and not self.scheduler.has_work:
             self._checked_at = now
             self.check()
+        # A room that waits for its grammar waits for nothing that could be done here.
+        waiting = sum(not job.is_blocked for job in self.scheduler.jobs.values())
+        if self._watch.tick(self.executor.step_age(now), waiting, now):
+            self.links.announce(now)
         if self._leave_by is not None:
             self._leave_when_done(self._leave_by, now)
 

@@ -85,6 +85,14 @@ class DecodeScheduler:
     def running(self) -> int:
         return len(self._running)
 
+    def waiting(self, *, may_admit: bool) -> int:
+        """Requests that could be got on with here and now: sequences that the next step takes
+        along, and, where rooms may be opened, the queue. While rooms are open it is their writers
+        that are waited for, and their pages."""
+        runnable = sum(not self._is_paused(request) for request in self._running.values())
+        prefilling = len(self.requests) - len(self._queue) - len(self._running)
+        return runnable + (len(self._queue) if may_admit and not prefilling else 0)
+
     def _is_paused(self, request: DecodeRequest) -> bool:
         """Nobody knows what it may say next, or its client does not read: it computes nothing
         more for now, instead of piling up."""

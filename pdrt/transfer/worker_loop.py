@@ -1,7 +1,8 @@
 """The frame that both roles run in: one event loop, one tick, signals, and one way to end.
 
 Every task lives in one TaskGroup. A broken invariant or an unexpected exception ends the worker:
-it says why and exits, and whoever supervises it starts another.
+it says why and exits, and whoever supervises it starts another. So it is with a task that ends
+without a word: a TaskGroup takes a cancelled one for one that somebody wanted to end.
 """
 
 from __future__ import annotations
@@ -65,7 +66,13 @@ class WorkerLoop:
             return
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        # Nobody cancelled it: what it waited for was cancelled.
+        if task.cancelled() and not task.cancelling():
+            self.end(ExitCode.BROKEN, f"the task {task.get_name()!r} was cancelled from within")
 
     def end(self, code: ExitCode, why: str) -> None:
         """End the worker. The first reason counts."""
@@ -75,16 +82,16 @@ class WorkerLoop:
         log.log(level, "worker ends", extra={"why": why})
         self._ended.set_result(code)
 
-    async def run(self, *work: Coroutine[Any, Any, None]) -> ExitCode:
-        """Run until `end` is called or something breaks."""
+    async def run(self, **work: Coroutine[Any, Any, None]) -> ExitCode:
+        """Run until `end` is called or something breaks. `work`, by name, lasts as long."""
         self._loop.set_exception_handler(self._broken)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._leave)
         try:
             async with self._group:
                 self.start(self._tick(), "tick")
-                for coroutine in work:
-                    self.start(coroutine, "work")
+                for name, coroutine in work.items():
+                    self.start(self._endless(name, coroutine), name)
                 code = await self._ended
                 for task in list(self._tasks):
                     task.cancel()
@@ -106,11 +113,20 @@ class WorkerLoop:
             self._on_tick(time.monotonic())
             await asyncio.sleep(TICK_SECONDS)
 
+    async def _endless(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        await work
+        assert self.is_ending, f"the task {name!r} has ended by itself"
+
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback: nothing above it could handle it."""
         error = context.get("exception")
+        # What goes wrong on a connection of the HTTP server ends that connection, and nothing else.
+        is_callback = "handle" in context or not isinstance(error, OSError)
+        if not isinstance(error, Exception) or "transport" in context or not is_callback:
+            loop.default_exception_handler(context)
+            return
         log.error("worker broke: %s", context.get("message"), exc_info=error)
-        self.end(ExitCode.BROKEN, str(error or context.get("message")))
+        self.end(ExitCode.BROKEN, repr(error))
 
 
 def exit_now(code: ExitCode) -> NoReturn:
