@@ -148,6 +148,18 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom the channels between processes let in (docs/operations.md, Security)."""
+
+    cluster_key: Annotated[
+        str | None,
+        _doc("file of the key that all processes of a cluster share; `pdrt keygen` makes one"),
+    ] = None
+    insecure: Annotated[
+        bool, _doc("bind to a network without a cluster key: anybody who reaches it reads prompts")
+    ] = False
+
+
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What clients may do."""
 
@@ -185,6 +197,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    security: SecurityConfig = SecurityConfig()
     observe: ObserveConfig = ObserveConfig()
     protocol: ProtocolConfig = ProtocolConfig()
 
@@ -208,6 +221,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
     api: ApiConfig = ApiConfig()
+    security: SecurityConfig = SecurityConfig()
     observe: ObserveConfig = ObserveConfig()
     protocol: ProtocolConfig = ProtocolConfig()
 
@@ -230,5 +244,6 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     api: ApiConfig = ApiConfig()
+    security: SecurityConfig = SecurityConfig()
     observe: ObserveConfig = ObserveConfig()
     protocol: ProtocolConfig = ProtocolConfig()

@@ -28,7 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decode": BASE | {"kv", "protocol", "scheduling", "transfer", "model", "observe"},
 }
 # Left of it are the workers too, but it holds no KV: it knows their messages only.
-MAY_IMPORT["gateway"] = BASE | {"protocol", "kv.prefix", "transfer.channel", "model", "observe"}
+MAY_IMPORT["gateway"] = BASE | {
+    "protocol", "kv.prefix", "transfer.channel", "transfer.cluster_key", "model", "observe",
+}  # fmt: skip
 MAY_IMPORT["cli"] = MAY_IMPORT["prefill"] | {"prefill", "decode", "gateway"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = set()

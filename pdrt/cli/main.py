@@ -27,6 +27,7 @@ Async prefill/decode disaggregation runtime for LLM serving.
   drain     have a worker finish what it has and leave
   status    workers, rooms, leases and pages of a running gateway
   bench     latency, throughput and goodput of this or any OpenAI-compatible endpoint
+  keygen    make the key that keeps strangers out of a cluster
   doctor    what this machine lacks, and what to do about it
   version   print the version
 
@@ -65,6 +66,7 @@ def _dispatch(arguments: list[str]) -> int:
         "status": _status,
         "bench": _bench,
         "doctor": _doctor,
+        "keygen": _keygen,
     }
     if command not in commands:
         hint = nearest(command, [*commands, "version"]) or "; see pdrt --help"
@@ -118,3 +120,9 @@ def _doctor(arguments: list[str]) -> int:
     from pdrt.cli.doctor.command import doctor
 
     return doctor(arguments)
+
+
+def _keygen(arguments: list[str]) -> int:
+    from pdrt.cli.keygen import keygen
+
+    return keygen(arguments)

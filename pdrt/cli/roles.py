@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,13 @@ from typing import Any
 from pdrt.cli.child import announce_to, die_with_parent
 from pdrt.cli.flags import Request, parse_request, print_config
 from pdrt.cli.ports import check_port
+from pdrt.cli.security import security_warnings
 from pdrt.cli.validate import validate
 from pdrt.config import DeviceConfig, GatewayConfig, WorkerConfig
 from pdrt.model.resources import parse_id_list
 from pdrt.observe.logs import name_worker, setup_logging
+
+log = logging.getLogger(__name__)
 
 Announce = Callable[[dict[str, Any]], None]
 
@@ -68,6 +72,8 @@ def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig])
         die_with_parent(request.parent_pid)
     observe = request.config.observe
     setup_logging(role, observe.log_level, observe.log_format)
+    for warning in security_warnings(request.config):
+        log.warning(warning)
     tell: Announce = _print_announcement
     if request.announce_fd is not None:
         tell = announce_to(request.announce_fd)

@@ -7,6 +7,7 @@ import re
 
 from pdrt.cli.load import Given, convert
 from pdrt.cli.options import options_of, value_of
+from pdrt.cli.security import check_security
 from pdrt.config import (
     DeviceConfig,
     GatewayConfig,
@@ -30,9 +31,11 @@ def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool)
     _check_protocol(config.protocol)
     check_tracing(config.observe.otlp_endpoint)
     _check_host("--host", config.host)
+    if isinstance(config, GatewayConfig):
+        _check_host("--worker-host", config.worker_host)
+    check_security(config)
     match config:
         case GatewayConfig():
-            _check_host("--worker-host", config.worker_host)
             return
         case WorkerConfig():
             for address in config.gateway:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdrt.config import ProtocolConfig
+from pdrt.config import WorkerConfig
 from pdrt.errors import ConfigError, EngineError, PeerRefused
 from pdrt.ids import Incarnation, routing_id, short
 from pdrt.protocol.codec import encode
@@ -39,9 +40,11 @@ from pdrt.protocol.leases import LeaseTable
 from pdrt.protocol.messages import PrefillToDecode, RankProcess
 from pdrt.transfer.channel import DealerChannel
 from pdrt.transfer.checksums import PageChecksums
+from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.effect_queue import EffectQueue
 from pdrt.transfer.engine import Receiver
 from pdrt.transfer.frames import FrameReader
+from pdrt.transfer.handshake import Failure
 from pdrt.transfer.processes import ProcessHandle
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
@@ -84,7 +87,7 @@ class Handover:
         self,
         table: LeaseTable,
         landing: Landing,
-        config: ProtocolConfig,
+        config: WorkerConfig,
         loop: WorkerLoop,
         on_room: Callable[[RoomEffect], None],
     ) -> None:
@@ -92,12 +95,15 @@ class Handover:
         self.table = table
         self._landing = landing
         self._config = config
+        self._key = read_key(config.security)
         self._loop = loop
         self._on_room = on_room
         self._reader: FrameReader[PrefillToDecode] = FrameReader(
-            PrefillToDecode, config.frame_bytes_max, "prefill worker"
+            PrefillToDecode, config.protocol.frame_bytes_max, "prefill worker"
         )
         self.rejected = self._reader.rejected
+        self.refused: Counter[str] = Counter()
+        """Handshakes that failed, by reason."""
         self._channels: dict[str, DealerChannel] = {}
         self._fences: dict[tuple[str, Incarnation], _Fence] = {}
         self.apply = EffectQueue(self._apply).apply
@@ -140,14 +146,26 @@ class Handover:
             self.apply(self.table.receive(endpoint, message, time.monotonic()))
 
         try:
-            self._channels[endpoint] = DealerChannel(
+            channel = DealerChannel(
                 endpoint,
                 routing_id(self.table.pairing.incarnation),
                 on_frame,
-                self._config.frame_bytes_max,
+                self._config.protocol.frame_bytes_max,
+                self._key,
             )
         except ConfigError as error:
             log.error("cannot dial a prefill worker", extra={"why": error})
+        else:
+            channel.on_refused = self._count_refused
+            self._channels[endpoint] = channel
+
+    def _count_refused(self, failure: Failure) -> None:
+        self.refused[failure.value] += 1
+
+    def refusals(self) -> dict[str, str]:
+        """Endpoints whose channels no handshake opens, and why, in words."""
+        channels = self._channels.items()
+        return {e: channel.refusal for e, channel in channels if channel.refusal is not None}
 
     def drain(self) -> None:
         """Read everything that has arrived."""

@@ -92,8 +92,10 @@ class DecodeView:
 
     def refused_pairs(self) -> tuple[str, ...]:
         """Prefill workers that it cannot be paired with, and why."""
-        peers = self._worker.table.pairing.peers.values()
-        return tuple(f"{p.endpoint}: {p.refusal}" for p in peers if p.refusal and p.is_wanted)
+        unreached = self._worker.handover.refusals()
+        peers = [p for p in self._worker.table.pairing.peers.values() if p.is_wanted]
+        why = {p.endpoint: p.refusal or unreached.get(p.endpoint) for p in peers}
+        return tuple(f"{endpoint}: {text}" for endpoint, text in why.items() if text)
 
     def register(self, seq: int) -> Register:
         """What it tells its gateways."""
@@ -134,6 +136,8 @@ class DecodeView:
         rejected = worker.handover.rejected + worker.links.rejected
         stale = worker.table.stale + worker.links.stale
         self._bridge.pass_on("rejected", rejected, metrics.count_rejected_frame)
+        refused = worker.handover.refused + worker.links.refused
+        self._bridge.pass_on("refused", refused, metrics.count_refused_peer)
         self._bridge.pass_on("stale", stale, metrics.count_stale_message)
         cache = worker.kv.cache
         self._bridge.pass_on("prefix_pages", cache.counts, metrics.count_prefix_cache_pages)

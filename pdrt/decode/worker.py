@@ -43,6 +43,7 @@ from pdrt.protocol.messages import Fingerprint, FirstTokenData
 from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
 from pdrt.transfer.checksums import PageChecksums
+from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.liveness import Liveness
 from pdrt.transfer.local import LocalReceiver
@@ -108,13 +109,13 @@ class DecodeWorker:
         self._watch = SelfWatch(self.liveness, self.loop, self.view.complaints)
         self.rooms = Rooms(self.table, self.kv, self.scheduler, config.protocol, self.metrics)
         landing = Landing(receiver, PageChecksums(executor.pool) if is_checked else None)
-        self.handover = Handover(self.table, landing, config.protocol, self.loop, self.rooms.apply)
+        self.handover = Handover(self.table, landing, config, self.loop, self.rooms.apply)
         self.links = GatewayLinks(
             config.gateway,
             self.incarnation,
             config.protocol,
             self.view.register,
-            now,
+            read_key(config.security),
         )
         self.links.on_request = self._on_request
         self.links.on_gateway_lost = self._on_gateway_lost

@@ -22,6 +22,7 @@ from pdrt.model.resources import parse_id_list
 from pdrt.observe.http_server import HttpServer
 from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.transfer.channel import RouterChannel
+from pdrt.transfer.cluster_key import read_key
 
 log = logging.getLogger("pdrt.gateway")
 
@@ -102,12 +103,13 @@ async def serve(
             # No frame is read before the loop turns, and then there is a hub.
             lambda peer, frame: hub.on_frame(peer, frame),  # noqa: PLW0108
             config.protocol.frame_bytes_max,
-            "--worker-port",
+            read_key(config.security),
         )
-    except ConfigError:
+    except ConfigError as taken:
         listener.close()
-        raise
+        raise ConfigError(f"{taken}; choose another --worker-port") from taken
     hub = Hub(config, digests, incarnation, channel.send)
+    channel.on_refused = lambda failure: hub.metrics.count_refused_peer(failure.value)
     server = HttpServer(
         build_app(hub, model, config),
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -155,6 +155,12 @@ STALE = _counter(
     "pdrt_stale_messages", "Messages that came too late to change anything, by reason", "reason"
 )
 REJECTED = _counter("pdrt_rejected_frames", "Frames that were not a message, by reason", "reason")
+REFUSED_PEERS = _counter(
+    "pdrt_refused_peers",
+    "Handshakes between processes that failed: mechanism (one side has no cluster key), key "
+    "(another one), protocol, closed (the peer hung up)",
+    "reason",
+)
 
 RESIDENT = _gauge("pdrt_process_resident_memory_bytes", "Resident memory of the process")
 OPEN_FDS = _gauge("pdrt_process_open_fds", "Open file descriptors of the process")

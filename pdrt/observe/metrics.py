@@ -140,6 +140,10 @@ class Metrics:
     def count_rejected_frame(self, reason: str, count: int = 1) -> None:
         self._store.add(f.REJECTED, count, reason)
 
+    def count_refused_peer(self, reason: str, count: int = 1) -> None:
+        """A handshake between processes that failed."""
+        self._store.add(f.REFUSED_PEERS, count, reason)
+
     def count_stale_message(self, reason: str, count: int = 1) -> None:
         self._store.add(f.STALE, count, reason)
 

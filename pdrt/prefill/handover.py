@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from pdrt.config import WorkerConfig
-from pdrt.errors import EngineError
+from pdrt.errors import ConfigError, EngineError
 from pdrt.ids import RoomId, routing_id
 from pdrt.kv.layout import KvLayout, slice_plan
 from pdrt.protocol.codec import encode
@@ -27,8 +28,10 @@ from pdrt.protocol.messages import DecodeToPrefill, Drained, Grant
 from pdrt.protocol.room_writer import RankEnd
 from pdrt.protocol.rooms import RoomTable
 from pdrt.transfer.channel import RouterChannel
+from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.effect_queue import EffectQueue
 from pdrt.transfer.frames import FrameReader
+from pdrt.transfer.handshake import Failure
 from pdrt.transfer.room_task import Close, RoomEvent, RoomTask, SlicePlan, Transfer
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
@@ -69,8 +72,22 @@ class Handover:
             DecodeToPrefill, frame_bytes_max, "decode worker"
         )
         self.rejected = self._reader.rejected
-        self._channel = RouterChannel(config.host, config.port, self._receive, frame_bytes_max)
+        self.refused: Counter[str] = Counter()
+        """Handshakes that failed, by reason."""
+        self._channel = self._bind(config)
         self.endpoint = f"tcp://{config.host}:{self._channel.port}"
+
+    def _bind(self, config: WorkerConfig) -> RouterChannel:
+        key, frame_bytes_max = read_key(config.security), config.protocol.frame_bytes_max
+        try:
+            channel = RouterChannel(config.host, config.port, self._receive, frame_bytes_max, key)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; choose another --port") from error
+        channel.on_refused = self._count_refused
+        return channel
+
+    def _count_refused(self, failure: Failure) -> None:
+        self.refused[failure.value] += 1
 
     def _apply(self, effect: PrefillEffect) -> None:
         match effect:

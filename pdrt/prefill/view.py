@@ -117,6 +117,8 @@ class PrefillView:
         rejected = worker.handover.rejected + worker.links.rejected
         stale = worker.table.stale + worker.links.stale
         self._bridge.pass_on("rejected", rejected, metrics.count_rejected_frame)
+        refused = worker.handover.refused + worker.links.refused
+        self._bridge.pass_on("refused", refused, metrics.count_refused_peer)
         self._bridge.pass_on("stale", stale, metrics.count_stale_message)
         cache = worker.cache
         self._bridge.pass_on("prefix_pages", cache.counts, metrics.count_prefix_cache_pages)

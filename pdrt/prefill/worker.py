@@ -38,6 +38,7 @@ from pdrt.sampling import Grammar
 from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.scheduling.prefill_job import Chunk
 from pdrt.transfer.checksums import PageChecksums
+from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.liveness import Liveness
 from pdrt.transfer.local import LocalSender
@@ -121,7 +122,11 @@ class PrefillWorker:
         self.handover.on_room = self._apply_room
         self.handover.on_end = self._room_ended
         self.links = GatewayLinks(
-            config.gateway, self.incarnation, config.protocol, self.view.register, now
+            config.gateway,
+            self.incarnation,
+            config.protocol,
+            self.view.register,
+            read_key(config.security),
         )
         self.links.on_request = self._on_request
         self.http = WorkerHttp(

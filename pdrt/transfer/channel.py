@@ -8,11 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
+import threading
 from collections.abc import Callable
 
 import zmq
 
 from pdrt.errors import ConfigError
+from pdrt.transfer.cluster_key import ClusterKey
+from pdrt.transfer.handshake import (
+    HANDSHAKE_MS,
+    HANG_UPS_MAX,
+    HUNG_UP,
+    WORDS,
+    Authenticator,
+    Failure,
+    HandshakeWatch,
+    open_socket,
+    protect_bound,
+    protect_dialling,
+)
+
+log = logging.getLogger(__name__)
 
 FRAMES_PER_TURN = 256
 """Frames dispatched before other callbacks of the loop get their turn."""
@@ -22,31 +39,58 @@ CLOSE_MS = 1000
 """What was said last still leaves after `close`, in libzmq's own thread, for this long."""
 HEARTBEAT_MS = 1000
 """libzmq's own heartbeat: a connection that is half open is dropped and dialled again."""
+REDIAL_SECONDS = 1.0
+"""After a handshake that libzmq does not try again by itself."""
+SAY_AGAIN_SECONDS = 60.0
+"""Handshakes of strangers that fail are told of at most this often, by kind."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
 
 
-class _Socket:
-    """What both kinds share: bounds, reading, closing."""
+def _make_socket(context: Context, kind: int, frame_bytes_max: int) -> zmq.Socket[bytes]:
+    """With the bounds that all have. Raises OSError: nothing more can be opened, for now."""
+    socket = open_socket(context, kind)
+    for option, value in (
+        (zmq.LINGER, CLOSE_MS),
+        (zmq.SNDHWM, QUEUE_FRAMES_MAX),
+        (zmq.RCVHWM, QUEUE_FRAMES_MAX),
+        # Larger ones cost the sender its connection before they cost us memory.
+        (zmq.MAXMSGSIZE, 2 * frame_bytes_max),
+        (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+        (zmq.HEARTBEAT_TIMEOUT, 5 * HEARTBEAT_MS),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        (zmq.RECONNECT_IVL, 100),
+        (zmq.RECONNECT_IVL_MAX, 1000),
+    ):
+        socket.setsockopt(option, value)
+    return socket
 
-    def __init__(self, kind: int, frame_bytes_max: int) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-        for option, value in (
-            (zmq.LINGER, CLOSE_MS),
-            (zmq.SNDHWM, QUEUE_FRAMES_MAX),
-            (zmq.RCVHWM, QUEUE_FRAMES_MAX),
-            # Larger ones cost the sender its connection before they cost us memory.
-            (zmq.MAXMSGSIZE, 2 * frame_bytes_max),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, 5 * HEARTBEAT_MS),
-            (zmq.RECONNECT_IVL, 100),
-            (zmq.RECONNECT_IVL_MAX, 1000),
-        ):
-            self._socket.setsockopt(option, value)
 
-    def _start(self) -> None:
+class _Channel:
+    """What both kinds share: reading, sending, closing."""
+
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._is_read_due = False
-        self._loop.add_reader(self._socket.FD, self._read_some)
+        self.on_refused: Callable[[Failure], None] = lambda failure: None
+        """A handshake has failed; for whoever counts them."""
+
+    def _start(self, socket: zmq.Socket[bytes]) -> None:
+        """From now on this is the channel's socket. Raises OSError, as `_make_socket`."""
+        try:
+            self._watch = HandshakeWatch(socket, self._handshake_failed)
+        except OSError:
+            socket.close()
+            raise
+        self._socket = socket
+        self._loop.add_reader(socket.FD, self._read_some)
         self._read_soon()
+
+    def _stop(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+            self._watch.close()
+            self._socket.close()
 
     def _read_soon(self) -> None:
         """In the next turn of the loop, once however often this is called until then."""
@@ -55,6 +99,9 @@ class _Socket:
             self._loop.call_soon(self._read_some)
 
     def _dispatch(self, parts: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def _handshake_failed(self, failure: Failure) -> None:
         raise NotImplementedError
 
     def _receive(self) -> list[bytes] | None:
@@ -103,11 +150,10 @@ class _Socket:
     def close(self) -> None:
         """Read nothing more; what is queued is sent meanwhile, if somebody takes it. Idempotent."""
         if not self._socket.closed:
-            self._loop.remove_reader(self._socket.FD)
-            self._socket.close()
+            self._stop()
 
 
-class RouterChannel(_Socket):
+class RouterChannel(_Channel):
     """A bound ROUTER. Replies go to a routing id, never to "whoever spoke last"."""
 
     def __init__(
@@ -116,40 +162,65 @@ class RouterChannel(_Socket):
         port: int,
         on_frame: Callable[[bytes, bytes], None],
         frame_bytes_max: int,
-        port_flag: str = "--port",
+        key: ClusterKey | None = None,
     ) -> None:
-        """Bind to `host`:`port` (0 picks a port); `on_frame(routing_id, frame)` per frame.
+        """Bind to `host`:`port` (0 picks a port); `on_frame(routing_id, frame)` per frame. With a
+        `key`, only peers that prove the same one are let in.
 
         A multipart message of another shape arrives as one empty frame, which no decoder takes.
 
         Raises:
-            ConfigError: the address cannot be bound; names it and `port_flag`.
+            ConfigError: the address cannot be bound; names it.
         """
-        super().__init__(zmq.ROUTER, frame_bytes_max)
+        super().__init__()
         self._on_frame = on_frame
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._has_key = key is not None
+        self._silent_until: dict[Failure, float] = {}
+        self._authenticator: Authenticator | None = None
+        # Who is asked for keys is a matter of the context: one with a key has its own.
+        self._context: Context = zmq.Context.instance() if key is None else zmq.Context()
+        socket = _make_socket(self._context, zmq.ROUTER, frame_bytes_max)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if key is not None:
+            self._authenticator = Authenticator(self._context, key)
+            protect_bound(socket, key)
+        self._start(socket)
         try:
-            self._socket.bind(f"tcp://{host}:{port}" if port else f"tcp://{host}:*")
+            socket.bind(f"tcp://{host}:{port}" if port else f"tcp://{host}:*")
         except zmq.ZMQError as error:
-            self._socket.close()
-            raise ConfigError(
-                f"cannot bind to {host}:{port} ({error.strerror}); choose another {port_flag}"
-            ) from error
-        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.close()
+            raise ConfigError(f"cannot bind to {host}:{port} ({error.strerror})") from error
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host = host
         self.port = int(bound.rpartition(":")[2])
-        self._start()
 
     def _dispatch(self, parts: list[bytes]) -> None:
         self._on_frame(parts[0], parts[1] if len(parts) == 2 else b"")
+
+    def _handshake_failed(self, failure: Failure) -> None:
+        """Of whom, libzmq does not say; the peer itself says whom it dials in vain."""
+        self.on_refused(failure)
+        now = self._loop.time()
+        why = WORDS.get((failure, self._has_key))
+        if why is not None and now >= self._silent_until.get(failure, now):
+            self._silent_until[failure] = now + SAY_AGAIN_SECONDS
+            where = f"{self.host}:{self.port}"
+            log.error("a peer is refused", extra={"at": where, "why": why})
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
         """Queue one frame; False when there is no such peer or its queue is full."""
         return self._send(frame, routing_id)
 
+    def _stop(self) -> None:
+        super()._stop()
+        if self._authenticator is not None:
+            self._authenticator.close()
+            # It waits for what is still being sent.
+            threading.Thread(target=self._context.term, name="zmq-term", daemon=True).start()
 
-class DealerChannel(_Socket):
+
+class DealerChannel(_Channel):
     """A DEALER dialled to one endpoint under a routing id; it redials by itself."""
 
     def __init__(
@@ -158,30 +229,88 @@ class DealerChannel(_Socket):
         routing_id: bytes,
         on_frame: Callable[[bytes], None],
         frame_bytes_max: int,
+        key: ClusterKey | None = None,
     ) -> None:
-        """Connect to `endpoint` (`tcp://HOST:PORT`); `on_frame(frame)` per frame.
+        """Connect to `endpoint` (`tcp://HOST:PORT`); `on_frame(frame)` per frame. With a `key`,
+        only to a peer that proves the same one.
 
         Frames are queued only while a connection is up: what is said to nobody is refused at
         once, and the next heartbeat says it again.
 
         Raises:
             ConfigError: `endpoint` is not an address.
+            OSError: this process can open nothing more, for now.
         """
-        super().__init__(zmq.DEALER, frame_bytes_max)
+        super().__init__()
         self.endpoint = endpoint
+        self._routing_id = routing_id
         self._on_frame = on_frame
-        self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._frame_bytes_max = frame_bytes_max
+        self._key = key
+        self._redial: asyncio.TimerHandle | None = None
+        self._begin_anew()
+        self._dial()
+
+    def _dial(self) -> None:
+        socket = _make_socket(zmq.Context.instance(), zmq.DEALER, self._frame_bytes_max)
+        socket.setsockopt(zmq.ROUTING_ID, self._routing_id)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        if self._key is not None:
+            protect_dialling(socket, self._key)
+        self._start(socket)
         try:
-            self._socket.connect(endpoint)
+            socket.connect(self.endpoint)
         except zmq.ZMQError as error:
-            self._socket.close()
-            raise ConfigError(f"{endpoint!r} is not an address to connect to: {error}") from error
-        self._start()
+            self.close()
+            message = f"{self.endpoint!r} is not an address to connect to: {error}"
+            raise ConfigError(message) from error
+
+    def _begin_anew(self) -> None:
+        """The peer has let us in."""
+        self.refusal: str | None = None
+        """Why handshakes fail, in words; None once something has been heard of the peer."""
+        self._hang_ups = 0
+        # Each reason once, as the peer may give them in turn.
+        self._said: set[str] = set()
 
     def _dispatch(self, parts: list[bytes]) -> None:
+        if self.refusal is not None or self._hang_ups:
+            self._begin_anew()
         self._on_frame(parts[0] if len(parts) == 1 else b"")
+
+    def _handshake_failed(self, failure: Failure) -> None:
+        self.on_refused(failure)
+        is_hung_up = failure is Failure.CLOSED
+        self._hang_ups += is_hung_up
+        why = WORDS.get((failure, self._key is not None))
+        if is_hung_up and self._hang_ups >= HANG_UPS_MAX:
+            why = self.refusal or HUNG_UP
+        if why is not None and why not in self._said:
+            self.refusal = why
+            self._said.add(why)
+            log.error("a peer cannot be reached", extra={"peer": self.endpoint, "why": why})
+        # A connection that was cut is dialled again by libzmq, one that spoke otherwise is not.
+        if not is_hung_up and self._redial is None:
+            self._redial_later()
+
+    def _redial_later(self) -> None:
+        self._redial = self._loop.call_later(REDIAL_SECONDS, self._dial_again)
+
+    def _dial_again(self) -> None:
+        self._redial = None
+        self._stop()
+        try:
+            self._dial()
+        except OSError:
+            self._redial_later()
 
     def send(self, frame: bytes) -> bool:
         """Queue one frame; False when no connection is up or the queue is full."""
         return self._send(frame)
+
+    def close(self) -> None:
+        """As of every channel. Idempotent."""
+        if self._redial is not None:
+            self._redial.cancel()
+            self._redial = None
+        super().close()

@@ -31,7 +31,9 @@ from pdrt.protocol.gateway_messages import (
 )
 from pdrt.protocol.registration import Registration
 from pdrt.transfer.channel import DealerChannel
+from pdrt.transfer.cluster_key import ClusterKey
 from pdrt.transfer.frames import FrameReader
+from pdrt.transfer.handshake import Failure
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +76,9 @@ class GatewayLinks:
         worker: Incarnation,
         config: ProtocolConfig,
         make_register: MakeRegister,
-        now: float,
+        key: ClusterKey | None = None,
     ) -> None:
-        """`endpoints`: HOST:PORT of each gateway's worker port.
+        """`endpoints`: HOST:PORT of each gateway's worker port. `key`: the cluster's, if any.
 
         Raises:
             ConfigError: an endpoint is not HOST:PORT.
@@ -88,13 +90,17 @@ class GatewayLinks:
         self.on_endpoints: Callable[[], None] = lambda: None
         """`prefill_endpoints` may have changed."""
         self.stale: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        """Handshakes that failed, by reason."""
         self._worker = worker
         self._make_register = make_register
+        self._key = key
         self._reader: FrameReader[GatewayToWorker] = FrameReader(
             GatewayToWorker, config.frame_bytes_max, "gateway"
         )
         self.rejected = self._reader.rejected
         self._links: list[_Link] = []
+        now = time.monotonic()
         # One named twice is one: two connections would take the routing id from each other.
         for endpoint in dict.fromkeys(endpoints):
             host, _, port = endpoint.rpartition(":")
@@ -105,12 +111,18 @@ class GatewayLinks:
             self._links.append(link)
 
     def _dial(self, endpoint: str, index: int, config: ProtocolConfig) -> DealerChannel:
-        return DealerChannel(
+        channel = DealerChannel(
             f"tcp://{endpoint}",
             routing_id(self._worker),
             lambda frame: self._receive(self._links[index], frame),
             config.frame_bytes_max,
+            self._key,
         )
+        channel.on_refused = self._count_refused
+        return channel
+
+    def _count_refused(self, failure: Failure) -> None:
+        self.refused[failure.value] += 1
 
     @property
     def prefill_endpoints(self) -> set[str]:
@@ -124,7 +136,7 @@ class GatewayLinks:
             {
                 "endpoint": link.registration.endpoint,
                 "gateway": link.registration.gateway and f"{link.registration.gateway:016x}",
-                "refusal": link.registration.refusal,
+                "refusal": link.channel.refusal or link.registration.refusal,
             }
             for link in self._links
         ]

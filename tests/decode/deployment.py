@@ -33,6 +33,7 @@ from pdrt.protocol.gateway_messages import (
 )
 from pdrt.sampling import Sampling, TokenLogprobs
 from pdrt.transfer.channel import RouterChannel
+from pdrt.transfer.cluster_key import ClusterKey
 from pdrt.transfer.worker_loop import ExitCode
 from tests.prefill.executor import StandInExecutor, output_of
 
@@ -91,9 +92,14 @@ class Stream:
 class GatewayPeer:
     """Answers every `Register`, and says what the test tells it to."""
 
-    def __init__(self, port: int = 0, incarnation: Incarnation | None = None) -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        incarnation: Incarnation | None = None,
+        key: ClusterKey | None = None,
+    ) -> None:
         self.incarnation = incarnation or new_incarnation()
-        self.channel = RouterChannel("127.0.0.1", port, self._on_frame, FRAME_BYTES)
+        self.channel = RouterChannel("127.0.0.1", port, self._on_frame, FRAME_BYTES, key)
         self.address = f"127.0.0.1:{self.channel.port}"
         self.registers: dict[Incarnation, Register] = {}
         self.streams: dict[RequestId, Stream] = {}

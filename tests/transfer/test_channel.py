@@ -246,16 +246,14 @@ async def test_a_closed_channel_refuses(router: Router, dealer: Dealer) -> None:
     assert not router.channel.send(b"wa", b"frame")
 
 
-async def test_a_port_in_use_names_the_flag(router: Router) -> None:
-    with pytest.raises(ConfigError, match=rf"{router.channel.port}.*--worker-port"):
-        RouterChannel(
-            "127.0.0.1", router.channel.port, lambda *_: None, FRAME_BYTES, "--worker-port"
-        )
+async def test_a_port_in_use_is_named(router: Router) -> None:
+    with pytest.raises(ConfigError, match=f":{router.channel.port}"):
+        RouterChannel("127.0.0.1", router.channel.port, lambda *_: None, FRAME_BYTES)
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "no such host", "192.0.2.1"])
 async def test_a_host_that_is_not_ours(host: str) -> None:
-    with pytest.raises(ConfigError, match="--port"):
+    with pytest.raises(ConfigError, match=f"cannot bind to {host}:0"):
         RouterChannel(host, 0, lambda *_: None, FRAME_BYTES)
 
 

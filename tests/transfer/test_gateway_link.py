@@ -86,7 +86,7 @@ class Worker:
         self.now = time.monotonic()
         config = msgspec.structs.replace(PROTOCOL, **changes)
         addresses = tuple(gateway.address for gateway in gateways)
-        self.links = GatewayLinks(addresses, WORKER, config, self.register, self.now)
+        self.links = GatewayLinks(addresses, WORKER, config, self.register)
         self.requests: list[Request] = []
         self.lost: list[Incarnation] = []
         self.links.on_request = self.requests.append
@@ -281,7 +281,7 @@ async def test_the_tokens_of_a_step_go_in_one_frame_to_each_gateway() -> None:
     def heard(gateway: Gateway) -> list[tuple[Tokens, ...]]:
         return [message.tokens for message in gateway.heard if isinstance(message, StepTokens)]
 
-    await until(lambda: len(heard(gateways[1])) == 3, "three frames")
+    await until(lambda: len(heard(gateways[1])) == 3 and heard(gateways[0]), "four frames")
     assert heard(gateways[0]) == [tuple(step[1::2])]
     assert heard(gateways[1]) == [tuple(step[::2]), tuple(many[:-1]), tuple(many[-1:])]
     worker.links.close()
@@ -325,4 +325,4 @@ async def test_gateway_that_is_named_twice_is_dialled_once(gateway: Gateway) -> 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:-1"])
 async def test_bad_address(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        GatewayLinks((address,), WORKER, PROTOCOL, Worker.register, 0.0)
+        GatewayLinks((address,), WORKER, PROTOCOL, Worker.register)
