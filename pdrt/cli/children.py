@@ -1,7 +1,7 @@
 """Processes of `pdrt up`: carries out the supervisor's effects and reports what children do.
 
-One loop owns the supervisor; per life of a child, small tasks read its announcement, pass its
-output on line by line, and await its end.
+One loop owns the supervisor; per life of a child, small tasks read its announcement and its beats,
+pass its output on line by line, and await its end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from typing import Any
 
 import msgspec
 
-from pdrt.cli.supervisor import Effect, Finish, Phase, Say, Send, Start, Supervisor
+from pdrt.cli.supervisor import (
+    Effect,
+    Finish,
+    Phase,
+    Say,
+    Send,
+    ShowStacks,
+    Start,
+    Supervisor,
+)
 from pdrt.cli.terminal import Terminal
 
 LINE_BYTES_MAX = 64 * 1024  # a longer line of a child is passed on in pieces
@@ -30,6 +39,12 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 class Announced(msgspec.Struct, frozen=True):
     child: str
     facts: dict[str, Any]
+
+
+class Beaten(msgspec.Struct, frozen=True):
+    """Its event loop turns."""
+
+    child: str
 
 
 class Exited(msgspec.Struct, frozen=True):
@@ -48,7 +63,7 @@ class GaveUp(msgspec.Struct, frozen=True):
     code: int
 
 
-Event = Announced | Exited | StopAsked | GaveUp
+Event = Announced | Beaten | Exited | StopAsked | GaveUp
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -65,7 +80,8 @@ class Life:
 
     child: str
     pid: int
-    announcement: asyncio.Task[bytes]
+    announcement: asyncio.Future[bytes]
+    words: asyncio.Task[None]
     output: asyncio.Task[None]
     end: asyncio.Task[int]
 
@@ -94,7 +110,7 @@ class Children:
         """Each child's latest that could be started."""
         self._colours: dict[str, int] = {}
         self._code: int | None = None
-        # Unbounded: a child puts two events a life, and lives are a second apart.
+        # Unbounded: a child puts an event a second, and none of them takes long.
         self.inbox: asyncio.Queue[Event] = asyncio.Queue()
 
     async def run(self) -> int:
@@ -133,6 +149,9 @@ class Children:
                 self._announced(child, facts)
                 self._supervisor.announced(child)
                 return []
+            case Beaten(child):
+                self._supervisor.beaten(child, now)
+                return []
             case Exited(child, code):
                 self._ended(child)
                 return self._supervisor.exited(child, code, now)
@@ -150,6 +169,8 @@ class Children:
                     await self._start(child, tasks)
                 case Send(child, number):
                     self._send(child, number)
+                case ShowStacks(child):
+                    self._show_stacks(child)
                 case Say(text):
                     self._terminal.say(text)
                 case Finish(code):
@@ -161,6 +182,11 @@ class Children:
         process = self._processes.get(child)
         if process is not None and process.returncode is None:
             _signal_group(process.pid, number)
+
+    def _show_stacks(self, child: str) -> None:
+        process = self._processes[child]
+        if process.returncode is None:
+            process.send_signal(signal.SIGUSR1)
 
     async def _start(self, child: str, tasks: asyncio.TaskGroup) -> None:
         """The kernel ends a child with the thread that made it: we are on the main thread, which
@@ -191,26 +217,36 @@ class Children:
                 os.close(fd)
         self._processes[child] = process
         self._colours.setdefault(child, _COLOURS[len(self._colours) % len(_COLOURS)])
+        announcement = asyncio.get_running_loop().create_future()
         life = Life(
             child,
             process.pid,
-            announcement=tasks.create_task(_first_line(announce_read)),
+            announcement,
+            words=tasks.create_task(self._hear(child, announce_read, announcement)),
             output=tasks.create_task(self._pass_on(child, output_read)),
             end=tasks.create_task(process.wait()),
         )
         tasks.create_task(self._watch(life))
 
     async def _watch(self, life: Life) -> None:
-        """Puts at most one `Announced`, then exactly one `Exited`, after the child's last words."""
+        """Puts at most one `Announced`, beats, then exactly one `Exited`, after its last words."""
         await asyncio.wait({life.end, life.announcement}, return_when=asyncio.FIRST_COMPLETED)
         if life.announcement.done() and (line := life.announcement.result()):
             await self.inbox.put(Announced(life.child, json.loads(line)))
         code = await life.end
         _signal_group(life.pid, signal.SIGKILL)  # whatever the child itself had started
         await asyncio.wait({life.output}, timeout=PIPE_SECONDS_MAX)
-        life.announcement.cancel()
+        life.words.cancel()
         life.output.cancel()
         await self.inbox.put(Exited(life.child, code))
+
+    async def _hear(self, child: str, fd: int, announcement: asyncio.Future[bytes]) -> None:
+        """The announcement, which is empty if the child closed the pipe without one; then a beat a
+        second."""
+        async with _reading(fd) as stream:
+            announcement.set_result(await stream.readline())
+            while await stream.read(LINE_BYTES_MAX):
+                await self.inbox.put(Beaten(child))
 
     async def _pass_on(self, child: str, fd: int) -> None:
         rest = b""
@@ -227,12 +263,6 @@ class Children:
     def _print(self, child: str, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         self._terminal.log(child, text, self._colours[child])
-
-
-async def _first_line(fd: int) -> bytes:
-    """The announcement, or nothing if the child closed the pipe without one."""
-    async with _reading(fd) as stream:
-        return await stream.readline()
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pdrt.cli.child import announce_to, die_with_parent
+from pdrt.cli.child import announce_to, die_with_parent, show_stacks_when_asked
 from pdrt.cli.flags import Request, parse_request, print_config
 from pdrt.cli.ports import check_port
 from pdrt.cli.security import security_warnings
@@ -70,6 +70,7 @@ def run_gateway(arguments: Sequence[str]) -> int:
 def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig]) -> Announce:
     if request.parent_pid is not None:
         die_with_parent(request.parent_pid)
+    show_stacks_when_asked()
     observe = request.config.observe
     setup_logging(role, observe.log_level, observe.log_format)
     for warning in security_warnings(request.config):

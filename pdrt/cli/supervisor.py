@@ -2,8 +2,9 @@
 
 A child that dies is restarted with a growing pause while the others keep serving; one that was
 asked to leave (`pdrt drain`, SIGTERM) and did so is restarted at once, which makes a rolling
-restart; one that is refused by its own configuration is not. No process, clock or output here:
-`pdrt.cli.children` carries out the effects.
+restart; one that is refused by its own configuration is not. One whose event loop stands still, or
+that is stopped, beats no more: it is shown where it hangs, and killed. No process, clock or output
+here: `pdrt.cli.children` carries out the effects.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ PAUSE_SECONDS = 1.0  # before the first restart, doubling
 PAUSE_SECONDS_MAX = 30.0
 STEADY_SECONDS = 60.0  # a life this long forgets the failures before it
 STARTS_MAX = 3  # starts of a child that never came up before `up` gives up
+LAST_CHANCE_SECONDS = 2.0  # from showing where a silent child hangs to its end
+ASLEEP_SECONDS = 1.0  # a timer this late was asleep itself: beats have come that it has not read
 
 
 class ChildState(Enum):
@@ -59,6 +62,12 @@ class Send(msgspec.Struct, frozen=True):
     signal: signal.Signals
 
 
+class ShowStacks(msgspec.Struct, frozen=True):
+    """Have the child's process, not those that it started, say where its threads are."""
+
+    child: str
+
+
 class Say(msgspec.Struct, frozen=True):
     """Tell the user."""
 
@@ -71,7 +80,7 @@ class Finish(msgspec.Struct, frozen=True):
     code: int
 
 
-Effect = Start | Send | Say | Finish
+Effect = Start | Send | ShowStacks | Say | Finish
 
 
 class Child(msgspec.Struct, kw_only=True):
@@ -83,6 +92,8 @@ class Child(msgspec.Struct, kw_only=True):
     restart_at: float | None = None  # set exactly while PAUSED
     failures: int = 0  # deaths in a row, none of them after a steady life
     was_up: bool = False  # announced itself in any life
+    heard_at: float | None = None  # latest beat of a life; None before the first
+    shown_at: float | None = None  # when it was silent for too long; None again with the next beat
 
     @property
     def runs(self) -> bool:
@@ -97,10 +108,15 @@ class Supervisor:
     """`now` is monotonic seconds. Children start side by side: each waits by itself for those that
     it needs."""
 
-    def __init__(self, names: Sequence[str], stop_seconds_max: float) -> None:
+    def __init__(
+        self, names: Sequence[str], stop_seconds_max: float, hang_seconds_max: float
+    ) -> None:
+        """`stop_seconds_max`: for children to end when asked. `hang_seconds_max`: a child that has
+        beaten may be silent for so long."""
         assert names and len(set(names)) == len(names)
         self._children = {name: Child(name=name) for name in names}
         self._stop_seconds_max = stop_seconds_max
+        self._hang_seconds_max = hang_seconds_max
         self._kill_at: float | None = None  # set exactly while STOPPING
         self._code = 0  # what `up` will exit with
         self.phase = Phase.SERVING
@@ -117,6 +133,12 @@ class Supervisor:
         child = self._children[name]
         child.to(ChildState.UP)
         child.was_up = True
+
+    def beaten(self, name: str, now: float) -> None:
+        """The child's event loop turns."""
+        child = self._children[name]
+        if child.runs:
+            child.heard_at, child.shown_at = now, None
 
     def exited(self, name: str, code: int, now: float) -> list[Effect]:
         """The child's process is gone; `code` is negative for a signal, as in subprocess."""
@@ -167,7 +189,9 @@ class Supervisor:
 
     def deadline(self) -> float | None:
         """When `timer` is next due."""
-        times = [self._kill_at, *(child.restart_at for child in self._children.values())]
+        children = self._children.values()
+        times = [self._kill_at, *(child.restart_at for child in children)]
+        times += [self._silent_until(child) for child in children]
         return min((time for time in times if time is not None), default=None)
 
     def timer(self, now: float) -> list[Effect]:
@@ -175,15 +199,40 @@ class Supervisor:
             names = ", ".join(child.name for child in self._children.values() if child.runs)
             text = f"{names} did not end within {self._stop_seconds_max:g} s; killing"
             return [Say(text), *self._kill()]
-        due = [c for c in self._children.values() if c.restart_at is not None]
-        return [
-            self._begin(c, now) for c in due if c.restart_at is not None and now >= c.restart_at
-        ]
+        effects: list[Effect] = []
+        for child in self._children.values():
+            if child.restart_at is not None and now >= child.restart_at:
+                effects.append(self._begin(child, now))
+            until = self._silent_until(child)
+            if until is not None and now >= until:
+                effects += self._hangs(child, now, now - until)
+        return effects
+
+    def _silent_until(self, child: Child) -> float | None:
+        """When something is done about its silence."""
+        is_watched = self.phase is Phase.SERVING and child.state is ChildState.UP
+        if not is_watched or child.heard_at is None:
+            return None
+        if child.shown_at is not None:
+            return child.shown_at + LAST_CHANCE_SECONDS
+        return child.heard_at + self._hang_seconds_max
+
+    def _hangs(self, child: Child, now: float, late: float) -> list[Effect]:
+        if late > ASLEEP_SECONDS:
+            child.heard_at, child.shown_at = now, None
+            return []
+        if child.shown_at is None:
+            child.shown_at = now
+            silent = f"{child.name} has been silent for {self._hang_seconds_max:g} s"
+            text = f"{silent}: its event loop hangs, or it is stopped; its threads are at"
+            return [Say(text), ShowStacks(child.name)]
+        child.heard_at = child.shown_at = None  # its exit comes
+        return [Say(f"{child.name} stays silent; killing it"), Send(child.name, signal.SIGKILL)]
 
     def _begin(self, child: Child, now: float) -> Effect:
         child.to(ChildState.STARTING)
         child.started_at = now
-        child.restart_at = None
+        child.restart_at = child.heard_at = child.shown_at = None
         return Start(child.name)
 
     def _kill(self) -> list[Effect]:

@@ -153,7 +153,11 @@ def _tell(url: str, api_key: str | None) -> None:
 
 async def _serve(config: UpConfig, deployment: Deployment, terminal: Terminal) -> int:
     roles = Roles(deployment)
-    supervisor = Supervisor(tuple(deployment.configs), config.shutdown_timeout + STOP_GRACE_SECONDS)
+    supervisor = Supervisor(
+        tuple(deployment.configs),
+        config.shutdown_timeout + STOP_GRACE_SECONDS,
+        config.hang_seconds_max,
+    )
     api_key = next(iter(config.api.api_key), None)
 
     def ended(name: str) -> None:

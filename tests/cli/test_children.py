@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pdrt.cli import supervisor
 from pdrt.cli.children import Children, GaveUp, Launch, StopAsked
 from pdrt.cli.supervisor import Supervisor
 from pdrt.cli.terminal import LINES_MAX, Terminal
@@ -20,6 +21,7 @@ from pdrt.cli.terminal import LINES_MAX, Terminal
 pytestmark = pytest.mark.e2e
 HANG_SECONDS = 60.0  # a bound against hanging, no expectation of speed
 
+ROOT = Path(__file__).parents[2]
 ANNOUNCE = "import json, os, signal, sys, time; os.write({fd}, b'{{\"pid\": %d}}\\n' % os.getpid())"
 SERVE = "time.sleep(1000)"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); " + SERVE
@@ -34,15 +36,16 @@ class Stage:
         stop_seconds_max: float = 30.0,
         announce: str = ANNOUNCE,
         stderr: int = 2,
+        hang_seconds_max: float = 1e6,
     ) -> None:
         self.scripts = scripts
         self.announce = announce
         self.ended: list[str] = []
         self.lives: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
-        supervisor = Supervisor(tuple(scripts), stop_seconds_max)
+        decides = Supervisor(tuple(scripts), stop_seconds_max, hang_seconds_max)
         self.terminal = Terminal(stderr=stderr)
         self.children = Children(
-            supervisor,
+            decides,
             self.launch,
             lambda *fact: self.lives.put_nowait(fact),
             self.ended.append,
@@ -235,3 +238,55 @@ async def test_told_to_stop_when_a_process_could_not_be_made(
     async with running(CannotStart(first_failure)) as task:
         assert await task == 0
     assert signalled == [], "an earlier life's pid may be another process's by now"
+
+
+BEATS = """
+import asyncio, os, sys, time
+from pdrt.cli import child
+
+def hangs():
+    time.sleep(1000)
+
+async def serve(fd, hangs_after):
+    child.show_stacks_when_asked()
+    child.BEAT_SECONDS = 0.05
+    child.announce_to(fd)({"pid": os.getpid()})
+    await asyncio.sleep(hangs_after)
+    hangs()
+
+asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2])))
+"""
+
+
+class BeatingStage(Stage):
+    """Children whose loops turn for as many seconds as their script says, in their first life."""
+
+    def launch(self, name: str, announce_fd: int) -> Launch:
+        seconds, self.scripts[name] = self.scripts[name], "1000"
+        command = [sys.executable, "-c", BEATS, str(announce_fd), seconds]
+        return Launch(command, {**os.environ, "PYTHONPATH": str(ROOT)}, ())
+
+
+async def test_children_that_hang_or_are_stopped_are_shown_killed_and_restarted(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LAST_CHANCE_SECONDS", 0.5)
+    scripts = {"gateway": "0.2", "prefill-0": "1000", "decode-0": "1000"}
+    stage = BeatingStage(scripts, hang_seconds_max=4.0)
+    async with running(stage) as task:
+        lives = dict([await stage.next_life() for _ in scripts])
+        os.kill(lives["decode-0"], signal.SIGSTOP)
+        seconds = dict([await stage.next_life() for _ in range(2)])
+        assert sorted(seconds) == ["decode-0", "gateway"]
+        assert sorted(stage.ended) == ["decode-0", "gateway"]
+        assert exists(lives["prefill-0"])
+        stage.stop()
+        assert await task == 0
+    text = capfd.readouterr().err
+    for name in ("gateway", "decode-0"):
+        silent, killed, died = (
+            text.index(f"{name} {what}")
+            for what in ("has been silent for 4 s", "stays silent; killing it", "died (SIGKILL)")
+        )
+        assert silent < killed < died
+    assert "in hangs" in text, "where the loop stood still"

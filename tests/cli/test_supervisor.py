@@ -7,6 +7,8 @@ import signal
 import pytest
 
 from pdrt.cli.supervisor import (
+    ASLEEP_SECONDS,
+    LAST_CHANCE_SECONDS,
     PAUSE_SECONDS_MAX,
     STEADY_SECONDS,
     ChildState,
@@ -14,17 +16,19 @@ from pdrt.cli.supervisor import (
     Phase,
     Say,
     Send,
+    ShowStacks,
     Start,
     Supervisor,
 )
 
 NAMES = ("gateway", "prefill-0", "decode-0")
 STOP_SECONDS = 30.0
+HANG_SECONDS = 10.0
 
 
 def supervisor_up(now: float = 0.0) -> Supervisor:
     """All three children run and have announced themselves."""
-    supervisor = Supervisor(NAMES, STOP_SECONDS)
+    supervisor = Supervisor(NAMES, STOP_SECONDS, HANG_SECONDS)
     assert supervisor.start(now) == [Start(name) for name in NAMES]
     for name in NAMES:
         supervisor.announced(name)
@@ -44,7 +48,7 @@ def die_and_restart(supervisor: Supervisor, now: float) -> float:
 
 
 def test_all_start_side_by_side() -> None:
-    supervisor = Supervisor(NAMES, STOP_SECONDS)
+    supervisor = Supervisor(NAMES, STOP_SECONDS, HANG_SECONDS)
     assert supervisor.start(0.0) == [Start("gateway"), Start("prefill-0"), Start("decode-0")]
     assert supervisor.state_of("decode-0") is ChildState.STARTING
     supervisor.announced("decode-0")
@@ -113,7 +117,7 @@ def test_a_thousand_failures_do_not_overflow_the_pause() -> None:
 
 
 def test_a_refused_configuration_at_start_stops_all() -> None:
-    supervisor = Supervisor(NAMES, STOP_SECONDS)
+    supervisor = Supervisor(NAMES, STOP_SECONDS, HANG_SECONDS)
     supervisor.start(0.0)
     supervisor.announced("gateway")
     effects = supervisor.exited("prefill-0", 2, 2.0)
@@ -136,7 +140,7 @@ def test_the_same_exit_code_in_a_later_life_is_a_death_like_any_other() -> None:
 
 
 def test_a_child_that_never_comes_up_is_given_up() -> None:
-    supervisor = Supervisor(NAMES, STOP_SECONDS)
+    supervisor = Supervisor(NAMES, STOP_SECONDS, HANG_SECONDS)
     supervisor.start(0.0)
     supervisor.exited("gateway", 1, 0.0)
     supervisor.timer(1.0)
@@ -193,7 +197,7 @@ def test_a_second_stop_kills_at_once_and_a_third_changes_nothing() -> None:
 
 
 def test_an_announcement_while_stopping_changes_nothing_else() -> None:
-    supervisor = Supervisor(NAMES, STOP_SECONDS)
+    supervisor = Supervisor(NAMES, STOP_SECONDS, HANG_SECONDS)
     supervisor.start(0.0)
     supervisor.stop(0.1)
     supervisor.announced("gateway")
@@ -216,7 +220,75 @@ def test_giving_up_from_outside_keeps_the_code_through_the_stop() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_exit_of_what_does_not_run_is_our_bug(name: str) -> None:
-    supervisor = Supervisor(NAMES, STOP_SECONDS)
+    supervisor = Supervisor(NAMES, STOP_SECONDS, HANG_SECONDS)
     with pytest.raises(AssertionError):
         supervisor.exited(name, 0, 0.0)
     assert supervisor.state_of(name) is ChildState.NEW
+
+
+def beating(now: float = 0.0) -> Supervisor:
+    """All three children are up, and have beaten at `now`."""
+    supervisor = supervisor_up(now)
+    for name in NAMES:
+        supervisor.beaten(name, now)
+    return supervisor
+
+
+def test_a_child_that_falls_silent_is_shown_and_killed_and_starts_anew() -> None:
+    supervisor = beating()
+    for name in ("gateway", "prefill-0"):
+        supervisor.beaten(name, 5.0)
+    assert supervisor.deadline() == HANG_SECONDS
+    assert supervisor.timer(HANG_SECONDS - 0.1) == []
+    said, shown = supervisor.timer(HANG_SECONDS)
+    assert isinstance(said, Say) and "decode-0 has been silent for 10 s" in said.text
+    assert shown == ShowStacks("decode-0")
+    end = HANG_SECONDS + LAST_CHANCE_SECONDS
+    assert supervisor.deadline() == end
+    assert supervisor.timer(end) == [
+        Say("decode-0 stays silent; killing it"),
+        Send("decode-0", signal.SIGKILL),
+    ]
+    assert supervisor.deadline() == 5.0 + HANG_SECONDS, "it is killed once"
+    assert supervisor.exited("decode-0", -9, end) == [
+        Say("decode-0 died (SIGKILL); restarting in 1 s")
+    ]
+    assert supervisor.timer(end + 1.0) == [Start("decode-0")]
+
+
+def test_a_child_that_beats_again_is_left_alone() -> None:
+    supervisor = beating()
+    assert len(supervisor.timer(HANG_SECONDS)) == 6, "all three are shown"
+    for name in NAMES:
+        supervisor.beaten(name, HANG_SECONDS + 1.0)
+    assert supervisor.timer(HANG_SECONDS + LAST_CHANCE_SECONDS) == []
+    assert supervisor.deadline() == 2 * HANG_SECONDS + 1.0
+
+
+def test_whoever_was_asleep_accuses_nobody() -> None:
+    """Stopped and continued, before and after a child was shown: beats have piled up unread."""
+    supervisor = beating()
+    assert supervisor.timer(HANG_SECONDS + ASLEEP_SECONDS + 100.0) == []
+    later = 2 * HANG_SECONDS + ASLEEP_SECONDS + 100.0
+    assert supervisor.deadline() == later
+    assert len(supervisor.timer(later)) == 6
+    assert supervisor.timer(later + LAST_CHANCE_SECONDS + ASLEEP_SECONDS + 1.0) == []
+
+
+def test_a_child_that_has_never_beaten_is_not_expected_to() -> None:
+    supervisor = supervisor_up()
+    assert supervisor.deadline() is None
+    supervisor.beaten("decode-0", 1.0)
+    assert supervisor.deadline() == 1.0 + HANG_SECONDS
+    # Nor is one that starts: it loads its model.
+    supervisor.exited("decode-0", -9, 2.0)
+    supervisor.beaten("decode-0", 2.5)
+    assert supervisor.timer(3.0) == [Start("decode-0")]
+    assert supervisor.deadline() is None
+
+
+def test_children_that_stop_may_be_silent() -> None:
+    supervisor = beating()
+    supervisor.stop(1.0)
+    assert supervisor.deadline() == 1.0 + STOP_SECONDS
+    assert supervisor.timer(1.0 + HANG_SECONDS) == []
