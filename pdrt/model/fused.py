@@ -26,6 +26,11 @@ LOGITS_KEPT_ROWS = 64
 step has tokens, half a megabyte each with a large vocabulary: those are given back."""
 
 
+MLP_ROWS = 512
+"""Tokens that go through an MLP together: what lies between its products, several times as wide as
+the residual, stays in a cache of some MB."""
+
+
 class PackedLayer(msgspec.Struct, frozen=True):
     """One layer with its weights packed; `Layer` says what the norms are for."""
 
@@ -55,6 +60,7 @@ class Buffers(msgspec.Struct, frozen=True):
     added: Tensor
     """To the residual next."""
     gate_up: Tensor
+    """Of `MLP_ROWS` tokens at most, as `gated`."""
     gated: Tensor
 
 
@@ -146,9 +152,19 @@ class FusedDecoder:
         return self._kernels.attend(step, layer.index, projected, layer.attend, buffers.attended)
 
     def _mlp(self, layer: PackedLayer, normed: Tensor, buffers: Buffers) -> Tensor:
-        gate_up = layer.gate_up(normed, buffers.gate_up)
-        gated = self._kernels.gate(gate_up, layer.is_gelu, buffers.gated)
-        return layer.down(gated, buffers.added)
+        gate_up, gated = buffers.gate_up, buffers.gated
+        if len(normed) <= MLP_ROWS:
+            return self._mlp_rows(layer, normed, gate_up, gated, buffers.added)
+        for rows, added in zip(normed.split(MLP_ROWS), buffers.added.split(MLP_ROWS), strict=True):
+            count = len(rows)
+            added.copy_(self._mlp_rows(layer, rows, gate_up[:count], gated[:count], added))
+        return buffers.added
+
+    def _mlp_rows(
+        self, layer: PackedLayer, normed: Tensor, gate_up: Tensor, gated: Tensor, added: Tensor
+    ) -> Tensor:
+        gate_up = layer.gate_up(normed, gate_up)
+        return layer.down(self._kernels.gate(gate_up, layer.is_gelu, gated), added)
 
     def _enter(
         self, residual: Tensor, added: Tensor | None, norm: Norm | None, buffers: Buffers
@@ -192,14 +208,14 @@ class FusedDecoder:
 
     def _buffers(self, tokens: int) -> Buffers:
         layer = self._layers[0]
-        gate_up = layer.gate_up.outputs
+        gate_up, mlp_rows = layer.gate_up.outputs, min(tokens, MLP_ROWS)
         return Buffers(
             normed=self._take("normed", tokens, layer.qkv.inputs),
             projected=self._take("projected", tokens, layer.qkv.outputs),
             attended=self._take("attended", tokens, layer.output.inputs),
             added=self._take("added", tokens, layer.output.outputs),
-            gate_up=self._take("gate_up", tokens, gate_up),
-            gated=self._take("gated", tokens, gate_up // 2),
+            gate_up=self._take("gate_up", mlp_rows, gate_up),
+            gated=self._take("gated", mlp_rows, gate_up // 2),
         )
 
     def _take(self, name: str, rows: int, width: int) -> Tensor:

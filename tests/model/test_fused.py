@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from pdrt.model import attention, fused_check, loader
+from pdrt.model import attention, fused, fused_check, loader
 from pdrt.model.attention import ForwardContext, LayerCall
 from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
@@ -266,6 +267,18 @@ def test_a_row_does_not_depend_on_its_batch(executor: Executor) -> None:
             assert torch.equal(executor.forward(context)[0], together[index])
 
 
+def test_an_mlp_takes_a_long_prompt_in_parts(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row(token_ids=list(range(5, 50)), start=0, pages=list(range(12)), sampling=None)
+    row = msgspec.structs.replace(row, scored=row.token_ids)
+    context = ForwardContext(executor.pool, [row], executor._backend)
+    with torch.inference_mode():
+        at_once = executor.forward(context).clone()
+        monkeypatch.setattr(fused, "MLP_ROWS", 7)
+        assert torch.equal(executor.forward(context), at_once)
+
+
 # bfloat16
 
 
@@ -310,8 +323,9 @@ def load_with_torch(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 def test_layers_that_do_not_write_where_they_are_told(
-    family: str, tmp_path: Path, load_with_torch: LoadWithTorch
+    family: str, tmp_path: Path, load_with_torch: LoadWithTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fused, "MLP_ROWS", 7)
     executor = load_with_torch("float32", family)
     assert "torch linears (float32 stored, float32 computed)" in executor.description
     check(tmp_path, generate(executor))
