@@ -230,7 +230,8 @@ class Children:
 
     async def _watch(self, life: Life) -> None:
         """Puts at most one `Announced`, beats, then exactly one `Exited`, after its last words."""
-        await asyncio.wait({life.end, life.announcement}, return_when=asyncio.FIRST_COMPLETED)
+        first: set[asyncio.Future[Any]] = {life.end, life.announcement}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if life.announcement.done() and (line := life.announcement.result()):
             await self.inbox.put(Announced(life.child, json.loads(line)))
         code = await life.end
