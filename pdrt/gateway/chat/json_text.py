@@ -35,9 +35,13 @@ def decode_object(text: bytes | str, bytes_max: int, param: str) -> dict[str, An
 
 def decode_object_or_string(text: bytes, bytes_max: int, param: str) -> dict[str, Any]:
     """As `decode_object`; `text` may also be a JSON string that holds the object."""
-    if len(text) <= bytes_max and text.startswith(b'"'):
-        return decode_object(msgspec.json.decode(text, type=str), bytes_max, param)
-    return decode_object(text, bytes_max, param)
+    if len(text) > bytes_max or not text.startswith(b'"'):
+        return decode_object(text, bytes_max, param)
+    try:
+        inner = msgspec.json.decode(text, type=str)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise invalid(f"'{param}' is not valid JSON: {error}", param) from None
+    return decode_object(inner, bytes_max, param)
 
 
 def is_shallow(value: object) -> bool:
