@@ -19,6 +19,8 @@ LOST_KEPT_SECONDS = 60.0
 """How long /status shows a lost worker; sooner forgotten when the table is full."""
 RETRY_SECONDS_MAX = 30
 """What a client is told to wait at most, however long nobody has served."""
+LOSSES_MAX = 4
+"""Lost workers of a role that /ready names when none is left."""
 REASONS_MAX = 16
 """Reasons that /ready lists: enough for a person, however many workers there are."""
 
@@ -53,6 +55,12 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
 }
 
 
+LOST_WORDS = {
+    WorkerEvent.SILENT: "is silent: it hangs, is stopped, or cannot be reached",
+    WorkerEvent.LEFT: "has left",
+}
+
+
 class Worker(msgspec.Struct):
     """One worker incarnation."""
 
@@ -60,6 +68,8 @@ class Worker(msgspec.Struct):
     """The newest by `seq`."""
     state: WorkerState
     lost_at: float | None = None
+    """Set exactly while LOST."""
+    lost_by: WorkerEvent | None = None
     """Set exactly while LOST."""
     unpaired: frozenset[str] = frozenset()
     """Decode: usable prefill endpoints that it was paired with, and has lost since."""
@@ -183,7 +193,8 @@ class Registry:
 
     def _move(self, worker: Worker, event: WorkerEvent, now: float) -> None:
         worker.state = TRANSITIONS[worker.state, event]
-        worker.lost_at = now if worker.state is WorkerState.LOST else None
+        is_lost = worker.state is WorkerState.LOST
+        worker.lost_at, worker.lost_by = (now, event) if is_lost else (None, None)
 
     def _refusal(self, message: Register) -> str | None:
         theirs = message.fingerprint.protocol_version
@@ -248,7 +259,7 @@ class Registry:
         present = {role: self._of_role(role) for role in Role}
         for role, workers in present.items():
             if not workers:
-                reasons.append(f"no {role.value} worker")
+                reasons += [f"no {role.value} worker", *self._losses(role)]
             for worker in workers:
                 reasons += self._complaints(worker)
         for decode in present[Role.DECODE]:
@@ -269,6 +280,15 @@ class Registry:
     def find(self, prefix: str) -> list[Worker]:
         """Workers whose name, 16 hex digits, begins so."""
         return [w for w in self.workers.values() if short(w.incarnation).startswith(prefix)]
+
+    def _losses(self, role: Role) -> list[str]:
+        """What has become of those who were here, as long as that is known; the latest first."""
+        lost = [
+            (w.lost_at, f"{w.name} {LOST_WORDS[w.lost_by]}")
+            for w in self.workers.values()
+            if w.lost_by is not None and w.register.role is role
+        ]
+        return [words for _, words in sorted(lost, reverse=True)[:LOSSES_MAX]]
 
     def _complaints(self, worker: Worker) -> list[str]:
         if worker.state is WorkerState.DRAINING:

@@ -94,7 +94,8 @@ def test_silence_makes_a_worker_lost_and_a_register_brings_it_back(registry: Reg
         lost = registry.on_tick(step / 10)
         assert lost in ([], [1])
     assert registry.workers[Incarnation(1)].state is WorkerState.LOST
-    assert registry.readiness() == (False, ["no prefill worker"])
+    silent = "prefill 0000000000000001 is silent: it hangs, is stopped, or cannot be reached"
+    assert registry.readiness() == (False, ["no prefill worker", silent])
     registry.heard(Incarnation(1), 6.0)
     assert registry.workers[Incarnation(1)].state is WorkerState.LOST
     registry.on_register(prefill(1, seq=2), 6.1)
@@ -114,7 +115,8 @@ def test_who_says_that_it_ends_is_lost_at_once(registry: Registry) -> None:
     registry.on_register(decode(9, pairs=(1,)), 0.0)
     assert registry.on_gone(Incarnation(1), 0.1)
     assert registry.workers[Incarnation(1)].state is WorkerState.LOST
-    assert registry.readiness() == (False, ["no prefill worker"])
+    left = "prefill 0000000000000001 has left"
+    assert registry.readiness() == (False, ["no prefill worker", left])
     reply = registry.on_register(decode(9, seq=2), 0.2)
     assert reply is not None and reply.prefill_endpoints == ()
     assert not registry.on_gone(Incarnation(1), 0.3)
@@ -278,3 +280,19 @@ def test_a_heartbeat_without_news_leaves_the_pairs_as_they_are(registry: Registr
     assert registry.prefills_for(worker) == {}
     registry.on_register(prefill(1, seq=5), 2.0)
     assert list(registry.prefills_for(worker)) == [endpoint(1)]
+
+
+def test_the_latest_losses_are_named_when_nobody_of_a_role_is_left(registry: Registry) -> None:
+    registry.on_register(decode(9), 0.0)
+    for worker in (1, 2):
+        registry.on_register(prefill(worker), 0.0)
+        registry.on_gone(Incarnation(worker), float(worker))
+    assert registry.readiness()[1] == [
+        "no prefill worker",
+        "prefill 0000000000000002 has left",
+        "prefill 0000000000000001 has left",
+    ]
+    registry.on_register(prefill(3), 3.0)
+    assert registry.readiness()[1] == [
+        "prefill 0000000000000003 and decode 0000000000000009: handshake not finished"
+    ], "who is here counts, not who was"
