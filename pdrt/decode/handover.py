@@ -60,18 +60,22 @@ class Landing(msgspec.Struct, frozen=True):
     checksums: PageChecksums | None = None
     """With `--kv-checksum`."""
 
+RETRY_SECONDS = 1.0
+"""Until what could not be opened for want of file descriptors is tried again."""
+
 
 class _Fence:
     """Pidfds of one writer's processes."""
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
+        """Raises PeerRefused, and OSError where it may be tried again."""
         self.handles: list[ProcessHandle] = []
         if not ranks:
             raise PeerRefused("the prefill worker names no process that could be fenced")
         try:
             for rank in ranks:
                 self.handles.append(ProcessHandle(rank))
-        except PeerRefused:
+        except (PeerRefused, OSError):
             self.close()
             raise
 
@@ -106,6 +110,8 @@ class Handover:
         """Handshakes that failed, by reason."""
         self._channels: dict[str, DealerChannel] = {}
         self._fences: dict[tuple[str, Incarnation], _Fence] = {}
+        # By endpoint, and by endpoint and writer: what could not be opened yet.
+        self._retries: dict[str | tuple[str, Incarnation], asyncio.TimerHandle] = {}
         self.apply = EffectQueue(self._apply).apply
 
     def _apply(self, effect: DecodeEffect) -> None:
@@ -117,6 +123,7 @@ class Handover:
             case Connect():
                 self._connect(effect.endpoint)
             case Disconnect():
+                self._forget_retry(effect.endpoint)
                 if channel := self._channels.pop(effect.endpoint, None):
                     channel.close()
             case OpenSegment():
@@ -155,6 +162,8 @@ class Handover:
             )
         except ConfigError as error:
             log.error("cannot dial a prefill worker", extra={"why": error})
+        except OSError as error:
+            self._retry(endpoint, lambda: self._connect(endpoint), error)
         else:
             channel.on_refused = self._count_refused
             self._channels[endpoint] = channel
@@ -208,6 +217,9 @@ class Handover:
             log.error("cannot pair: %s", error, extra={"endpoint": endpoint})
             self.apply(self.table.fence_refused(endpoint, writer, str(error)))
             return
+        except OSError as error:
+            self._retry((endpoint, writer), lambda: self._open_fence(effect), error)
+            return
         self._fences[endpoint, writer] = fence
         for handle in fence.handles:
             asyncio.get_running_loop().add_reader(handle.fd, self._look_if_dead, endpoint, writer)
@@ -225,12 +237,29 @@ class Handover:
             self.apply(self.table.writer_dead(endpoint, writer, time.monotonic()))
 
     def _close_fence(self, endpoint: str, writer: Incarnation) -> None:
+        self._forget_retry((endpoint, writer))
         fence = self._fences.pop((endpoint, writer), None)
         if fence is None:
             return
         for handle in fence.handles:
             asyncio.get_running_loop().remove_reader(handle.fd)
         fence.close()
+
+    def _retry(
+        self, what: str | tuple[str, Incarnation], opens: Callable[[], None], error: OSError
+    ) -> None:
+        """No grants go there until it is open."""
+        log.warning("cannot open something; trying again", extra={"for": what, "why": error})
+
+        def again() -> None:
+            del self._retries[what]
+            opens()
+
+        self._retries[what] = asyncio.get_running_loop().call_later(RETRY_SECONDS, again)
+
+    def _forget_retry(self, what: str | tuple[str, Incarnation]) -> None:
+        if timer := self._retries.pop(what, None):
+            timer.cancel()
 
     def _kill(self, effect: KillWriter) -> None:
         log.error(
@@ -250,6 +279,8 @@ class Handover:
 
     def close(self) -> None:
         """At exit."""
+        for what in list(self._retries):
+            self._forget_retry(what)
         for channel in self._channels.values():
             channel.close()
         for endpoint, writer in list(self._fences):

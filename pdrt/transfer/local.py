@@ -264,11 +264,10 @@ def _map(segment: Segment) -> mmap.mmap:
             raise EngineError(f"process {process.pid} is not the decode worker that named it")
         if found.st_size != descriptor.size_bytes:
             raise EngineError(f"decode pool has {found.st_size} bytes, not {descriptor.size_bytes}")
-        try:
-            mapping = mmap.mmap(fd, descriptor.size_bytes, mmap.MAP_SHARED)
-        except (OSError, ValueError) as error:
-            raise EngineError(f"cannot map the decode pool: {error}") from error
+        mapping = mmap.mmap(fd, descriptor.size_bytes, mmap.MAP_SHARED)
         mapping.madvise(mmap.MADV_DONTFORK)
         return mapping
+    except (OSError, ValueError) as error:
+        raise EngineError(f"cannot map the decode pool: {error}") from error
     finally:
         os.close(fd)

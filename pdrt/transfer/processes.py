@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -11,6 +12,8 @@ from pdrt.protocol.messages import RankProcess
 
 _START_TIME_FIELD = 22
 """Of /proc/PID/stat, counted from 1; clock ticks since boot."""
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Of this process or machine: they say nothing about what was to be opened, and pass."""
 
 
 def start_time(pid: int) -> int | None:
@@ -47,6 +50,7 @@ class ProcessHandle:
         Raises:
             PeerRefused: it is gone, another process has its pid, or it lives in another PID
                 namespace.
+            OSError: this process can open nothing more, for now.
         """
         if process.pid_namespace != pid_namespace():
             raise PeerRefused(
@@ -58,9 +62,15 @@ class ProcessHandle:
         try:
             self.fd = os.pidfd_open(process.pid)
         except (OSError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno in SHORTAGES:
+                raise
             raise PeerRefused(f"process {process.pid} cannot be opened: {error}") from error
         # Verified after opening: from here on the pidfd cannot come to mean another process.
-        found = start_time(process.pid)
+        try:
+            found = start_time(process.pid)
+        except OSError:
+            self.close()
+            raise
         if found != process.start_time:
             self.close()
             raise PeerRefused(

@@ -14,6 +14,7 @@ import pytest
 from pdrt.errors import PeerRefused
 from pdrt.protocol.messages import RankProcess
 from pdrt.transfer.processes import ProcessHandle, pid_namespace, start_time, this_process
+from tests.descriptors import no_more_fds
 
 THREADED = """
 import sys, threading
@@ -141,3 +142,17 @@ def test_a_command_name_with_parentheses_and_blanks(tmp_path: object) -> None:
     popen.stdout.readline()
     assert start_time(popen.pid) == before
     popen.communicate(b"\n")
+
+
+def test_too_few_descriptors_say_nothing_about_the_process(child: Child) -> None:
+    """Neither for the pidfd, nor for what verifies it; and nothing is left open."""
+    before = os.listdir("/proc/self/fd")
+    with no_more_fds(), pytest.raises(OSError, match="Too many open files"):
+        ProcessHandle(child.process)
+    spare = os.open("/dev/null", os.O_RDONLY)
+    with no_more_fds():
+        os.close(spare)  # one for the pidfd, none for /proc
+        with pytest.raises(OSError, match="Too many open files"):
+            ProcessHandle(child.process)
+    assert os.listdir("/proc/self/fd") == before
+    ProcessHandle(child.process).close()
