@@ -27,6 +27,10 @@ class PoolExhausted(PdrtError):
     """Not enough free pages. The caller queues, preempts or refuses; nothing was taken."""
 
 
+class Unavailable(PdrtError):
+    """Not here, for now: another worker can do it, or this one later."""
+
+
 class RequestRefused(PdrtError):
     """A client's request cannot be served; `param` names the offending field, if one does."""
 

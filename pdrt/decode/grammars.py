@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdrt.errors import RequestRefused
+from pdrt.errors import RequestRefused, Unavailable
 from pdrt.ids import RequestId
 from pdrt.model.batch import Matcher
 from pdrt.model.executor import Executor
+from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Grammar
+from pdrt.scheduling.decode_request import End
 from pdrt.transfer.worker_loop import WorkerLoop
 
 
@@ -19,8 +21,8 @@ class GrammarEvents(msgspec.Struct, frozen=True):
 
     is_alive: Callable[[RequestId], bool]
     on_ready: Callable[[RequestId], None]
-    on_refused: Callable[[RequestId, str], None]
-    """It cannot be compiled; why, in words for the client."""
+    on_over: Callable[[RequestId, End], None]
+    """It cannot be compiled: anywhere, or here and now."""
 
 
 class Grammars:
@@ -42,9 +44,11 @@ class Grammars:
             matcher = await self._executor.grammars.matcher(
                 grammar, lambda: self._events.is_alive(request)
             )
-        except RequestRefused as error:
+        except (RequestRefused, Unavailable) as error:
+            is_refused = isinstance(error, RequestRefused)
+            reason = FinishReason.REJECTED if is_refused else FinishReason.UNAVAILABLE
             if self._events.is_alive(request):
-                self._events.on_refused(request, f"{grammar.kind.value}: {error}")
+                self._events.on_over(request, End(reason, f"{grammar.kind.value}: {error}"))
             return
         if self._events.is_alive(request):
             self._matchers[request] = matcher

@@ -125,7 +125,7 @@ class DecodeWorker:
             executor,
             self.loop,
             GrammarEvents(
-                self.scheduler.requests.__contains__, self._grammar_ready, self._grammar_refused
+                self.scheduler.requests.__contains__, self._grammar_ready, self._grammar_over
             ),
         )
         self.steps = Steps(self)
@@ -283,8 +283,8 @@ class DecodeWorker:
         self.scheduler.requests[name].awaits_grammar = False
         self.steps.wake()
 
-    def _grammar_refused(self, name: RequestId, detail: str) -> None:
-        self._finish(self.scheduler.requests[name], End(FinishReason.REJECTED, detail))
+    def _grammar_over(self, name: RequestId, end: End) -> None:
+        self._finish(self.scheduler.requests[name], end)
 
     # Time, and the end
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pdrt.errors import RequestRefused
+from pdrt.errors import RequestRefused, Unavailable
 from pdrt.model.grammar_limits import check_grammar
 from pdrt.model.grammar_messages import ServerOptions, Words, end_words
 from pdrt.model.grammar_processes import Compiled, GrammarProcess, ProcessLost, Server
@@ -32,6 +32,7 @@ they were forked from."""
 COMPILED_AT_ONCE = 4
 """So that one that takes long does not hold all others up."""
 
+Started = Server | RequestRefused | ProcessLost
 Result = TypeVar("Result")
 IsWanted = Callable[[], bool]
 
@@ -103,7 +104,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(
             COMPILED_AT_ONCE, "pdrt-grammar", os.sched_setaffinity, (0, cores)
         )
-        self._server: Future[Server | RequestRefused] | None = None
+        self._server: Future[Started] | None = None
         """Once there was a grammar; the latest, should one have died."""
         # Least recently used first. Refusals too, so that asking again costs nothing. What is
         # not done is never dropped: one turn for each of the requests that are alive, as those of
@@ -122,6 +123,7 @@ class Grammars:
             RequestRefused: xgrammar is not installed, or refuses the grammar, or cannot compile it
                 within its limits of time and memory; or the model has no end; or the request is
                 not wanted any more.
+            Unavailable: no process could be had for it; that says nothing about the grammar.
         """
         check_grammar(grammar)
         if not self._ends.any():
@@ -138,12 +140,14 @@ class Grammars:
             case RequestRefused():
                 raise RequestRefused(str(process), process.param)
             case ProcessLost():
-                raise RequestRefused(f"the process that compiles grammars is lost: {process}")
+                raise Unavailable(f"the process that compiles grammars is lost: {process}")
             case Unwanted():
                 raise RequestRefused("the request is over")
 
     async def _process(self, grammar: Grammar, is_wanted: IsWanted) -> Compiled | Unwanted:
         server = await self._started()
+        if isinstance(server, ProcessLost):
+            return server
         future = self._compiled.get(grammar)
         if future is None or _is_lost(future):
             self._waiting[grammar] = []
@@ -161,7 +165,7 @@ class Grammars:
         is_wanted = any(wants() for wants in self._waiting[grammar])
         return server.compile(grammar) if is_wanted else Unwanted()
 
-    async def _started(self) -> Server:
+    async def _started(self) -> Server | ProcessLost:
         if self._server is None or _is_dead(self._server):
             self._server = self._threads.submit(_start, self._options, self._server)
         server = await _result(self._server)
@@ -187,22 +191,24 @@ class Grammars:
             del self._compiled[grammar]
 
 
-def _start(
-    options: ServerOptions, dead: Future[Server | RequestRefused] | None
-) -> Server | RequestRefused:
+def _start(options: ServerOptions, dead: Future[Started] | None) -> Started:
     if dead is not None and isinstance(old := dead.result(), Server):
         old.close()
     try:
         return Server(options)
     except RequestRefused as refused:
         return refused
+    except ProcessLost as lost:
+        return lost
 
 
-def _is_dead(server: Future[Server | RequestRefused]) -> bool:
+def _is_dead(server: Future[Started]) -> bool:
     if not server.done():
         return False
     started = server.result()
-    return isinstance(started, Server) and not started.link.is_open
+    return isinstance(started, ProcessLost) or (
+        isinstance(started, Server) and not started.link.is_open
+    )
 
 
 def _is_lost(compiled: Future[Compiled | Unwanted]) -> bool:

@@ -122,7 +122,22 @@ class Server:
 
         Raises:
             RequestRefused: it cannot serve any grammar; says why.
+            ProcessLost: it did not start; the next one may.
         """
+        try:
+            self._start(options)
+        except OSError as error:
+            raise ProcessLost(str(error)) from error
+        try:
+            answer = self.link.receive(START_SECONDS_MAX)
+        except ProcessLost:
+            self.close()
+            raise
+        if isinstance(answer, Refused):
+            self.close()
+            raise RequestRefused(answer.text)
+
+    def _start(self, options: ServerOptions) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link = Link(ours)
         with theirs:
@@ -133,13 +148,6 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        try:
-            answer = self.link.receive(START_SECONDS_MAX)
-        except ProcessLost as lost:
-            answer = Refused(f"the process that compiles grammars did not start: {lost}")
-        if isinstance(answer, Refused):
-            self.close()
-            raise RequestRefused(answer.text)
 
     def close(self) -> None:
         """End it, in whatever it is at; what was forked from it goes on."""
@@ -149,7 +157,10 @@ class Server:
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Waits for it; may be called by several threads."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            return ProcessLost(str(error))
         link = Link(ours)
         try:
             with theirs:
@@ -164,4 +175,5 @@ class Server:
 
 
 Compiled = GrammarProcess | RequestRefused | ProcessLost
-"""The last one where the server was lost: that says nothing about the grammar."""
+"""The last one where the server was lost, or could not be asked: that says nothing about the
+grammar."""

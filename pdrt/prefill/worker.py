@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import uvloop
 
 from pdrt.config import WorkerConfig
-from pdrt.errors import RequestRefused
+from pdrt.errors import RequestRefused, Unavailable
 from pdrt.ids import RoomId, new_incarnation, short
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.kv.prefix import PrefixCache
@@ -190,6 +190,9 @@ class PrefillWorker:
             )
         except RequestRefused as refused:
             self.handover.apply(self.table.end_room(room, Reason.REJECTED, str(refused)))
+            return
+        except Unavailable as error:
+            self.handover.apply(self.table.end_room(room, Reason.TASK_FAILED, str(error)))
             return
         if room in self.scheduler.jobs:
             self._prompts.set_matcher(room, matcher)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdrt.errors import RequestRefused
+from pdrt.errors import RequestRefused, Unavailable
 from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
 from pdrt.model.grammar import CACHED_MAX, Grammars, OutputMatcher
@@ -23,6 +23,7 @@ from pdrt.model.grammar_processes import Server
 from pdrt.model.grammar_server import Compiler
 from pdrt.model.tokenizer import Tokenizer
 from pdrt.sampling import Grammar, GrammarKind, Sampling
+from tests.descriptors import no_more_fds
 from tests.model.conftest import LoadExecutor, TinyModel
 from tests.model.tiny import EOS_ID
 
@@ -313,6 +314,40 @@ async def test_processes_that_are_killed(directory: Path) -> None:
         grammars.close()
     assert last.returncode is not None
     assert permitted(again, []) == [EOS_ID]
+
+
+async def test_too_few_descriptors_say_nothing_about_a_grammar(directory: Path) -> None:
+    """Neither for the server nor for a grammar's socket: told so, and had as soon as there are."""
+    grammars = Grammars(directory, PADDED_VOCABULARY, (EOS_ID,))
+    wanted = [Grammar(GrammarKind.REGEX, text) for text in ("ab*", "ba*")]
+    try:
+        for grammar in wanted:
+            with no_more_fds(), pytest.raises(Unavailable, match="Too many open files"):
+                await grammars.matcher(grammar)
+            assert permitted(await grammars.matcher(grammar), []) != [EOS_ID]
+    finally:
+        grammars.close()
+
+
+async def test_a_server_that_dies_while_it_starts(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next grammar starts another."""
+    grammars = Grammars(directory, PADDED_VOCABULARY, (EOS_ID,))
+    start = Server._start
+
+    def start_and_kill(server: Server, options: Any) -> None:
+        start(server, options)
+        server._process.kill()
+
+    try:
+        monkeypatch.setattr(Server, "_start", start_and_kill)
+        with pytest.raises(Unavailable):
+            await grammars.matcher(Grammar(GrammarKind.REGEX, "ab*"))
+        monkeypatch.undo()
+        assert permitted(await grammars.matcher(Grammar(GrammarKind.REGEX, "ab*")), []) != [EOS_ID]
+    finally:
+        grammars.close()
 
 
 def test_without_xgrammar(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
