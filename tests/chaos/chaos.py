@@ -44,7 +44,7 @@ class Chaos:
         """Of each process that lives, when it was first idle."""
 
     async def begin(self) -> None:
-        """Start everything, and learn what the answers are while nothing happens."""
+        """Start everything, and learn what answers and processes are like while nothing happens."""
         self._cluster.start_all()
         await self._cluster.complete()
         async with new_http() as http:
@@ -53,6 +53,8 @@ class Chaos:
                 assert isinstance(answer, Answer), (shape.name, answer)
                 self._shapes.assert_right(shape, answer)
                 self._expected[shape.name] = answer
+        await self._cluster.whole()
+        self._look_for_leaks()
 
     async def round(self, seed: int, waves: Sequence[Sequence[str]]) -> None:
         """Raises AssertionError when something that must be true is not."""

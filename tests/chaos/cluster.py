@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.chaos.proc import Use, read_use
-from tests.e2e.deployment import Deployment, until
+from tests.e2e.deployment import HANG_SECONDS, Deployment
 
 SILENCE_SECONDS = 2.0
+POLL_SECONDS = 0.25
 PROTOCOL = (
     *("--hello-interval-seconds", "0.5", "--silence-seconds", str(SILENCE_SECONDS)),
     # Twice in a row is a coincidence of a busy machine; a stopped worker is woken long before.
@@ -52,14 +54,19 @@ class Cluster(Deployment):
 
     async def complete(self) -> float:
         """Once every worker is paired with every other; the seconds that it took."""
-        began = time.monotonic()
-        await until(self.is_complete, "all workers to be paired")
-        return time.monotonic() - began
+        return await self._until(lambda: [] if self.is_complete() else ["not all are paired"])
 
     async def whole(self) -> float:
         """Once nothing is held, in flight or broken anywhere; the seconds that it took."""
+        return await self._until(self.troubles)
+
+    async def _until(self, troubles: Callable[[], list[str]]) -> float:
+        """Asks seldom, as each time every worker is asked. The loop goes on meanwhile."""
         began = time.monotonic()
-        await asyncio.to_thread(self.wait_whole)
+        while found := await asyncio.to_thread(troubles):
+            seconds = time.monotonic() - began
+            assert seconds < HANG_SECONDS, f"after {seconds:.0f} s: {'; '.join(found)}"
+            await asyncio.sleep(POLL_SECONDS)
         return time.monotonic() - began
 
     def uses(self) -> dict[int, Use]:

@@ -135,11 +135,10 @@ def _kinds() -> list[Kind]:
 
 KINDS = {kind.name: kind for kind in _kinds()}
 SHORT_ROUND = (
-    ("kill prefill", "exhaust fds of gateway", "fill disk of decode"),
-    ("kill decode", "stop gateway shortly", "kill grammars of prefill"),
-    ("stop prefill for long", "close sockets of decode"),
-    ("exhaust fds of decode", "close sockets of gateway", "stop prefill shortly"),
-    ("kill gateway", "exhaust fds of prefill"),
+    ("kill prefill", "kill decode", "exhaust fds of gateway"),
+    ("stop prefill for long", "fill disk of decode", "stop gateway shortly"),
+    ("exhaust fds of decode", "close sockets of gateway", "kill grammars of prefill"),
+    ("kill gateway", "exhaust fds of prefill", "close sockets of decode"),
 )
 """Waves of kinds: those of one happen at the same time, to different processes."""
 WAVE_MAX = 3

@@ -16,8 +16,10 @@ from tests.chaos.shapes import Answer, Shape, Shapes
 
 ANSWER_SECONDS_MAX = 120.0
 """From the first try to the answer, whatever happens to the processes meanwhile."""
-PAUSE_SECONDS = 0.05
-"""Between two tries at least."""
+PAUSE_SECONDS = 0.1
+"""Between two requests at most, and between two tries at least."""
+REDIAL_SECONDS = 0.5
+"""After a connection that broke, or could not be had."""
 LEAVE_SECONDS_MAX = 0.6
 """Somebody who goes away does so within this: before the first token, or in mid-stream."""
 SLOW_PAUSE_SECONDS = 2.0
@@ -103,7 +105,9 @@ class Load:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS_MAX * dice.random()):
                 try:
-                    await ask(self._http, self._url, shape, reading, dice)
+                    result = await ask(self._http, self._url, shape, reading, dice)
+                    if isinstance(result, Broken):
+                        await asyncio.sleep(REDIAL_SECONDS)
                 except Lost as lost:
                     self.tally.lost.append(str(lost))
         self.tally.left += 1
@@ -140,7 +144,7 @@ class Load:
         """Count it; how long to wait before the next try."""
         if isinstance(result, Broken):
             self.tally.broken[result.how] += 1
-            return PAUSE_SECONDS
+            return REDIAL_SECONDS
         self.tally.errors[f"{result.status} {result.message}"] += 1
         return max(PAUSE_SECONDS, result.retry_after_seconds)
 
