@@ -110,6 +110,8 @@ class Registry:
         """Messages that changed nothing, by reason."""
         self._prefills: dict[Fingerprint, dict[str, Worker]] | None = None
         """Usable prefill workers by fingerprint and endpoint; None when it must be built again."""
+        self._decodes: list[Worker] | None = None
+        """Those that can serve; None when they must be found again."""
         self._is_untold = False
         """Decode workers may not have been told of the prefill workers as they are now."""
         self._unready_since: float | None = now
@@ -137,6 +139,8 @@ class Registry:
             if _standing(known) != stood:
                 self._forget_prefills()
             return Registered(self._gateway, message.worker, message.seq)
+        if _standing(known) != stood or before.paired != message.paired:
+            self._decodes = None
         usable = self.prefills_for(known)
         was_paired = known.unpaired.union(before.paired)
         known.unpaired = was_paired.intersection(usable).difference(message.paired)
@@ -148,7 +152,7 @@ class Registry:
         return Registered(self._gateway, decode.incarnation, decode.register.seq, endpoints)
 
     def _forget_prefills(self) -> None:
-        self._prefills = None
+        self._prefills = self._decodes = None
         self._is_untold = True
 
     def news(self) -> list[Registered]:
@@ -185,7 +189,7 @@ class Registry:
         for worker in list(self.workers.values()):
             if worker.lost_at is not None and now - worker.lost_at > LOST_KEPT_SECONDS:
                 del self.workers[worker.incarnation]
-        if self._is_ready():
+        if self.decodes():
             self._unready_since = None
         elif self._unready_since is None:
             self._unready_since = now
@@ -233,16 +237,20 @@ class Registry:
                     same[endpoint] = worker
         return self._prefills.get(decode.register.fingerprint, {})
 
-    def decodes(self) -> Iterator[Worker]:
+    def decodes(self) -> list[Worker]:
         """Decode workers that can serve now: paired with a usable prefill worker."""
-        for worker in self._of_role(Role.DECODE):
-            if self.is_usable(worker):
-                usable = self.prefills_for(worker)
-                if any(endpoint in usable for endpoint in worker.register.paired):
-                    yield worker
+        if self._decodes is None:
+            self._decodes = self._find_decodes()
+        return self._decodes
 
-    def _is_ready(self) -> bool:
-        return next(self.decodes(), None) is not None
+    def _find_decodes(self) -> list[Worker]:
+        """Looks at every pair: done when pairs change, not for each request."""
+        return [
+            worker
+            for worker in self._of_role(Role.DECODE)
+            if self.is_usable(worker)
+            and not self.prefills_for(worker).keys().isdisjoint(worker.register.paired)
+        ]
 
     def max_model_len(self) -> int | None:
         """The least of the usable decode workers' limits; None when there are none."""
@@ -253,20 +261,31 @@ class Registry:
 
     def readiness(self) -> tuple[bool, list[str]]:
         """Whether a full pair can serve, and if not, why not, in words."""
-        if self._is_ready():
+        if self.decodes():
             return True, []
-        reasons: list[str] = []
+        # As far as they are told: there are as many as pairs, and clients ask when nobody serves.
+        told: dict[str, None] = {}
+        for reason in self._reasons():
+            told[reason] = None
+            if len(told) == REASONS_MAX:
+                break
+        return False, list(told)
+
+    def _reasons(self) -> Iterator[str]:
+        """Why no pair can serve; the same one may come again."""
         present = {role: self._of_role(role) for role in Role}
         for role, workers in present.items():
             if not workers:
-                reasons += [f"no {role.value} worker", *self._losses(role)]
+                yield from (f"no {role.value} worker", *self._losses(role))
             for worker in workers:
-                reasons += self._complaints(worker)
+                yield from self._complaints(worker)
+        prefills = [w for w in present[Role.PREFILL] if w.state is WorkerState.LIVE]
         for decode in present[Role.DECODE]:
-            for prefill in present[Role.PREFILL]:
-                if prefill.state is WorkerState.LIVE:
-                    reasons += self._pair_complaints(prefill, decode)
-        return False, list(dict.fromkeys(reasons))[:REASONS_MAX]
+            said, paired = decode.register, frozenset(decode.register.paired)
+            for prefill in prefills:
+                is_same = prefill.register.fingerprint == said.fingerprint
+                if not is_same or prefill.register.endpoint not in paired:
+                    yield from self._pair_complaints(prefill, decode)
 
     def retry_after_seconds(self, now: float) -> int:
         """How long a client that nobody can serve is told to wait, whole seconds from 1.
@@ -314,6 +333,7 @@ class Registry:
         return found[:REASONS_MAX]
 
     def _pair_complaints(self, prefill: Worker, decode: Worker) -> list[str]:
+        """Of two that are not paired."""
         differences = prefill.register.fingerprint.differences(decode.register.fingerprint)
         if differences:
             what = ", ".join(differences)
@@ -322,9 +342,7 @@ class Registry:
             return [f"{decode.name}: {refused}" for refused in decode.register.refused]
         if prefill.register.endpoint in decode.unpaired:
             return [f"{decode.name} has lost {prefill.name}"]
-        if prefill.register.endpoint not in decode.register.paired:
-            return [f"{prefill.name} and {decode.name}: handshake not finished"]
-        return []
+        return [f"{prefill.name} and {decode.name}: handshake not finished"]
 
     def live(self) -> list[Worker]:
         """Those that are not lost, draining ones included."""
@@ -341,6 +359,7 @@ class Registry:
         for incarnation, worker in self.workers.items():
             assert worker.incarnation == incarnation
             assert (worker.lost_at is not None) == (worker.state is WorkerState.LOST)
+        assert self._decodes is None or self._decodes == self._find_decodes()
 
 
 def _standing(prefill: Worker) -> tuple[object, ...]:

@@ -296,3 +296,38 @@ def test_the_latest_losses_are_named_when_nobody_of_a_role_is_left(registry: Reg
     assert registry.readiness()[1] == [
         "prefill 0000000000000003 and decode 0000000000000009: handshake not finished"
     ], "who is here counts, not who was"
+
+
+def test_reasons_are_looked_for_as_far_as_they_are_told() -> None:
+    """Clients ask for them when nobody serves: not every pair of many workers is described."""
+    registry = Registry(GATEWAY, (DIGEST,), ProtocolConfig(), 200, 0.0)
+    for number in range(1, 65):
+        registry.on_register(prefill(number), 0.0)
+        registry.on_register(decode(1000 + number), 0.0)
+    described: list[object] = []
+    describe = registry._pair_complaints
+    registry._pair_complaints = lambda *pair: described.append(pair) or describe(*pair)  # type: ignore
+    ready, reasons = registry.readiness()
+    assert (ready, len(reasons)) == (False, registry_module.REASONS_MAX)
+    assert len(described) == registry_module.REASONS_MAX
+    assert all("handshake not finished" in reason for reason in reasons)
+
+
+def test_who_can_serve_is_found_again_when_pairs_change_and_only_then(registry: Registry) -> None:
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(decode(9), 0.0)
+    assert registry.decodes() == []
+    registry.on_register(decode(9, seq=2, pairs=(1,)), 0.0)
+    found = registry.decodes()
+    assert [worker.incarnation for worker in found] == [9]
+    registry.on_register(decode(9, seq=3, pairs=(1,), load=Load(queued=3)), 0.1)
+    registry.on_register(prefill(1, seq=2, load=Load(queued=3)), 0.1)
+    assert registry.decodes() is found, "heartbeats change nothing"
+    registry.on_register(decode(9, seq=4), 0.2)
+    assert registry.decodes() == []
+    registry.on_register(decode(9, seq=5, pairs=(1,)), 0.3)
+    registry.on_register(prefill(1, seq=3, healthy=False), 0.3)
+    assert registry.decodes() == []
+    registry.on_register(prefill(1, seq=4), 0.4)
+    registry.on_gone(Incarnation(9), 0.4)
+    assert registry.decodes() == []
