@@ -191,30 +191,12 @@ class Children:
     async def _start(self, child: str, tasks: asyncio.TaskGroup) -> None:
         """The kernel ends a child with the thread that made it: we are on the main thread, which
         lives as long as `up` does. Its own process group keeps the terminal's Ctrl-C from it."""
-        announce_read, announce_write = os.pipe()
-        output_read, output_write = os.pipe()
-        launch = self._launch(child, announce_write)
         try:
-            # Our own pipe for output: with asyncio's, `wait` does not return before a grandchild
-            # that holds the pipe has ended too (CPython issue 119710).
-            process = await asyncio.create_subprocess_exec(
-                *launch.argv,
-                env=launch.environment,
-                pass_fds=(announce_write, *launch.fds),
-                stdin=subprocess.DEVNULL,
-                stdout=output_write,
-                stderr=output_write,
-                process_group=0,
-            )
-        except OSError as error:  # out of memory or processes: a death like another, tried again
+            process, announce_read, output_read = await self._spawn(child)
+        except OSError as error:  # out of memory, processes or descriptors: tried again later
             self._terminal.say(f"{child}: {error}")
-            os.close(announce_read)
-            os.close(output_read)
             await self.inbox.put(Exited(child, os.EX_OSERR))
             return
-        finally:
-            for fd in (announce_write, output_write, *launch.fds):
-                os.close(fd)
         self._processes[child] = process
         self._colours.setdefault(child, _COLOURS[len(self._colours) % len(_COLOURS)])
         announcement = asyncio.get_running_loop().create_future()
@@ -227,6 +209,29 @@ class Children:
             end=tasks.create_task(process.wait()),
         )
         tasks.create_task(self._watch(life))
+
+    async def _spawn(self, child: str) -> tuple[asyncio.subprocess.Process, int, int]:
+        """And the pipes that its announcement and its output come from. Raises OSError; then
+        nothing stays open."""
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            announce_read, announce_write = _pipe(ours, theirs)
+            output_read, output_write = _pipe(ours, theirs)
+            launch = self._launch(child, announce_write)
+            for fd in launch.fds:
+                theirs.callback(os.close, fd)
+            # Our own pipe for output: with asyncio's, `wait` does not return before a grandchild
+            # that holds the pipe has ended too (CPython issue 119710).
+            process = await asyncio.create_subprocess_exec(
+                *launch.argv,
+                env=launch.environment,
+                pass_fds=(announce_write, *launch.fds),
+                stdin=subprocess.DEVNULL,
+                stdout=output_write,
+                stderr=output_write,
+                process_group=0,
+            )
+            ours.pop_all()
+        return process, announce_read, output_read
 
     async def _watch(self, life: Life) -> None:
         """Puts at most one `Announced`, beats, then exactly one `Exited`, after its last words."""
@@ -264,6 +269,14 @@ class Children:
     def _print(self, child: str, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         self._terminal.log(child, text, self._colours[child])
+
+
+def _pipe(reads: contextlib.ExitStack, writes: contextlib.ExitStack) -> tuple[int, int]:
+    """Its ends, each closed by its own owner."""
+    read, write = os.pipe()
+    reads.callback(os.close, read)
+    writes.callback(os.close, write)
+    return read, write
 
 
 @contextlib.asynccontextmanager

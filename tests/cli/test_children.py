@@ -17,6 +17,7 @@ from pdrt.cli import supervisor
 from pdrt.cli.children import Children, GaveUp, Launch, StopAsked
 from pdrt.cli.supervisor import Supervisor
 from pdrt.cli.terminal import LINES_MAX, Terminal
+from tests.descriptors import no_more_fds
 
 pytestmark = pytest.mark.e2e
 HANG_SECONDS = 60.0  # a bound against hanging, no expectation of speed
@@ -103,6 +104,23 @@ async def test_a_killed_child_is_restarted_and_the_others_live_on(
         assert await task == 0
     assert not exists(gateway) and not exists(second)
     assert "decode-0 died (SIGKILL); restarting in 1 s" in capfd.readouterr().err
+
+
+async def test_too_few_descriptors_for_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death like another: said, and tried again, with nothing left open."""
+    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.01)
+    stage = Stage({"prefill": SERVE})
+    async with running(stage) as task:
+        _, pid = await stage.next_life()
+        before = len(os.listdir("/proc/self/fd"))
+        with no_more_fds():
+            os.kill(pid, signal.SIGKILL)
+            while stage.ended.count("prefill") < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await stage.next_life()
+        assert len(os.listdir("/proc/self/fd")) == before
+        stage.stop()
+        assert await task == 0
 
 
 async def test_output_is_passed_on_with_the_role_in_front(
