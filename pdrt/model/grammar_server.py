@@ -265,7 +265,10 @@ def main(options: ServerOptions, control: socket.socket) -> None:
     except (RequestRefused, ModelError) as refused:
         control.send(msgspec.msgpack.encode(Refused(str(refused))))
         return
-    control.send(msgspec.msgpack.encode(Ready()))
+    try:
+        control.send(msgspec.msgpack.encode(Ready()))
+    except BrokenPipeError:
+        return  # the worker has ended meanwhile
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 1)
         if not data:
