@@ -81,12 +81,11 @@ class Chaos:
         await self.round(seed, [draw_wave(dice, kinds) for _ in range(waves)])
 
     async def _wave(self, names: Sequence[str], dice: random.Random) -> list[Injury]:
-        """Faults at the same time, then their healing, then the wait until all are paired."""
+        """Faults at the same time, each healed in its own time, then the wait until all are
+        paired."""
         injuries = [injury for name in names for injury in strike(self._cluster, name, dice)]
-        hold = max(injury.kind.hold_seconds for injury in injuries)
-        await asyncio.sleep(hold * (1 + dice.random()))
-        for injury in injuries:
-            await injury.heal()
+        holds = [injury.kind.hold_seconds * (1 + dice.random()) for injury in injuries]
+        await asyncio.gather(*map(_heal_later, injuries, holds))
         seconds = await self._cluster.complete()
         for injury in injuries:
             self.report.fault(injury.kind.name, seconds)
@@ -129,3 +128,8 @@ class Chaos:
         self._first_uses = {pid: self._first_uses[pid] for pid in uses}
 
 
+
+
+async def _heal_later(injury: Injury, hold_seconds: float) -> None:
+    await asyncio.sleep(hold_seconds)
+    await injury.heal()

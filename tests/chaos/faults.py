@@ -112,6 +112,7 @@ WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "gateway")
 SHORT_SECONDS = SILENCE_SECONDS / 8
 LONG_SECONDS = SILENCE_SECONDS * 1.5
+RESTART_SECONDS = 12.0
 
 
 def _kinds() -> list[Kind]:
@@ -127,6 +128,8 @@ def _kinds() -> list[Kind]:
             Kind(f"exhaust fds of {role}", exhaust_fds, role, 1.0, breaks_connections=is_gateway),
             Kind(f"fill disk of {role}", fill_disk, role, 1.0),
         ]
+    # While others start anew, and want to be paired.
+    kinds.append(Kind("exhaust fds of decode for long", exhaust_fds, "decode", RESTART_SECONDS))
     for role in WORKERS:
         kinds.append(Kind(f"kill every {role}", kill, role, takes_all=True))
         kinds.append(Kind(f"kill grammars of {role}", kill_grammars, role))
