@@ -133,6 +133,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[
         bool, _doc("keep computed pages for prompts that begin alike")
     ] = True
+    local_prefill: Annotated[
+        Literal["off", "fallback", "short"],
+        _doc("prompts that decode computes itself: none, what no prefill worker takes, short ones"),
+    ] = "fallback"
+    local_prefill_tokens: Annotated[
+        Count, _doc("prompt tokens that decode computes in a step beside running sequences")
+    ] = 64
+    local_prefill_short_tokens: Annotated[
+        Count,
+        _doc("with short: prompts of so many uncached tokens, if that beats a hand-over"),
+    ] = 64
 
 
 class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +227,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     requests_max: Annotated[Count, _doc("requests in flight before 429")] = 4096
     workers_max: Annotated[Count, _doc("workers that may register")] = 4096
     attempts_max: Annotated[Count, _doc("decode workers one request may be sent to")] = 3
+    worker_wait_seconds: Annotated[
+        Seconds, _doc("how long a request that has begun waits for a decode worker")
+    ] = 60.0
     cpus: Annotated[
         str | None, _doc("cores that it keeps to, as in 0 or 2-5; up names those of prefill")
     ] = None
@@ -239,6 +253,9 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     hang_seconds_max: Annotated[
         Seconds, _doc("a role whose event loop stands still this long is killed and started anew")
     ] = 30.0
+    worker_wait_seconds: Annotated[
+        Seconds, _doc("how long a request that has begun waits for a decode worker")
+    ] = 60.0
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()

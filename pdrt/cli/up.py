@@ -201,9 +201,9 @@ async def _reasons_not_ready(url: str | None, api_key: str | None) -> list[str]:
         answer = await asyncio.to_thread(get_json, f"{url}/ready", api_key, 2.0)
     except OSError as error:
         return [f"the gateway does not answer ({error})"]
-    if answer.status == 200:
-        return []
     reasons = answer.body.get("reasons") if isinstance(answer.body, dict) else None
+    if answer.status == 200 and not reasons:
+        return []
     return [str(reason) for reason in reasons or [f"/ready answers {answer.status}"]]
 
 

@@ -12,6 +12,7 @@ from pdrt.observe.metrics import Metrics
 from pdrt.observe.tracing import Attributes, Tracer
 from pdrt.protocol.gateway_messages import Finished, PromptLogprobs, Submit, Tokens, Usage
 from pdrt.sampling import TokenLogprobs
+from pdrt.scheduling.decode import StepPlan
 from pdrt.scheduling.decode_request import DecodeRequest, End
 from pdrt.transfer.gateway_link import GatewayLinks
 
@@ -35,7 +36,7 @@ class Spoken(msgspec.Struct, frozen=True):
     at: float
     """When it was sampled."""
     prefill: Incarnation | None = None
-    """Who sampled it, when that was not this worker."""
+    """Who computed the prompt, with the first token after it."""
 
 
 class Answers:
@@ -53,6 +54,11 @@ class Answers:
         """Of a room."""
         self._metrics.count_output_tokens(1)
         self._links.send(self._tokens(request, spoken))
+
+    def prefilled_here(self, request: DecodeRequest, now: float) -> None:
+        """Its prompt is computed, and the token after it sampled."""
+        if not request.output_tokens:
+            self._metrics.observe_ttft(now - request.arrived_at)
 
     def step(self, spoken: Sequence[tuple[DecodeRequest, Spoken]]) -> None:
         """What a step has yielded."""
@@ -137,6 +143,8 @@ class Answers:
             },
         )
 
-    def stepped(self, seconds: float, sequences: int) -> None:
+    def stepped(self, seconds: float, plan: StepPlan) -> None:
         """A step is over."""
-        self._metrics.observe_step(seconds, sequences, sequences)
+        self._metrics.observe_step(seconds, len(plan.sequences), plan.tokens)
+        if plan.prompt_tokens:
+            self._metrics.count_local_prefill_tokens(plan.prompt_tokens)

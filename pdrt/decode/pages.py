@@ -34,6 +34,14 @@ class RoomPages(msgspec.Struct, frozen=True):
         return self.held + self.own
 
 
+class PromptPages(msgspec.Struct, frozen=True):
+    """What a sequence begins with whose prompt is computed here."""
+
+    pages: tuple[int, ...]
+    """In the order of the tokens: cached ones, which it holds, then its own."""
+    cached_tokens: int
+
+
 class DecodePages:
     """The page table of the decode pool and its prefix cache."""
 
@@ -92,6 +100,33 @@ class DecodePages:
 
     # Sequences
 
+    def _cached(self, request: DecodeRequest) -> list[int]:
+        """Cached pages that its prompt could begin with, were it computed here. Its last token is
+        computed in any case, and all of it where it is scored."""
+        if request.awaits_scores:
+            return []
+        return self.cache.match(self._keys(request)[: (len(request.tokens) - 1) // self._page_size])
+
+    def uncached_tokens(self, request: DecodeRequest) -> int:
+        """Of its prompt, those that would have to be computed here."""
+        return len(request.tokens) - len(self._cached(request)) * self._page_size
+
+    def begin(self, request: DecodeRequest, count: int, spare: int) -> PromptPages | None:
+        """`count` pages for a sequence whose prompt is computed here; None when fewer than `spare`
+        would stay available."""
+        owner, held = _sequence(request.request), self._cached(request)
+        self.cache.hold(held, owner)
+        missing = count - len(held)
+        if self.available - missing < spare:
+            self.cache.release(held, owner)
+            return None
+        cached_tokens = len(held) * self._page_size
+        if request.awaits_scores:
+            self.cache.count_bypass(len(request.tokens))
+        else:
+            self.cache.count_lookup(cached_tokens, len(request.tokens))
+        return PromptPages((*held, *self.cache.take(missing, owner)), cached_tokens)
+
     def take(self, request: DecodeRequest, count: int) -> list[int]:
         """Pages for a sequence to grow into.
 
@@ -104,7 +139,8 @@ class DecodePages:
         return pages
 
     def is_writable(self, request: DecodeRequest) -> bool:
-        """Nobody else may read the page that its next token's KV goes into."""
+        """Nobody else may read the pages that the KV of its next tokens goes into: not the first
+        of them, and cached ones come before a sequence's own."""
         page = request.pages[request.computed // self._page_size]
         return self.table.owner(page) is not CACHE
 

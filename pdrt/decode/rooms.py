@@ -1,4 +1,5 @@
-"""The rooms of a decode worker: opening them for waiting requests, and what comes of them.
+"""Admission on a decode worker: waiting requests get a room each, or are computed here; and what
+comes of the rooms.
 
 Ties lease table, pages and scheduler together.
 """
@@ -12,7 +13,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdrt.config import ProtocolConfig
 from pdrt.decode.handover import Handover, RoomEffect
 from pdrt.decode.pages import DecodePages, RoomPages
 from pdrt.ids import Incarnation, RequestId, RoomId, short
@@ -23,7 +23,8 @@ from pdrt.protocol.leases import GrantRequest, LeaseState, LeaseTable
 from pdrt.protocol.messages import TURNED_AWAY, FirstTokenData, Reason
 from pdrt.sampling import TokenLogprobs
 from pdrt.scheduling.decode import DecodeScheduler
-from pdrt.scheduling.decode_request import DecodeRequest, End
+from pdrt.scheduling.decode_request import DecodeRequest, End, LocalReason
+from pdrt.scheduling.local_prefill import PROMPTS_MAX, LocalPrefill
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class _Room:
         """None once that has ended or gone on in another room."""
         self.pages = pages
         self.writer = writer
+        self.short_since: float | None = None
+        """When it was opened, if its prompt is so short that it could have been computed here."""
         self.first: FirstTokenData | None = None
         """Kept back until the prompt's log probabilities are there."""
         self.failed_at: float | None = None
@@ -78,7 +81,7 @@ class Rooms:
         table: LeaseTable,
         pages: DecodePages,
         scheduler: DecodeScheduler,
-        config: ProtocolConfig,
+        local: LocalPrefill,
         metrics: Metrics,
     ) -> None:
         """`attach` must be called before anything is admitted."""
@@ -87,7 +90,7 @@ class Rooms:
         """Cleared when the worker leaves."""
         self._pages = pages
         self._scheduler = scheduler
-        self._config = config
+        self._local = local
         self._metrics = metrics
         # Exactly the rooms of the lease table.
         self._rooms: dict[RoomId, _Room] = {}
@@ -107,19 +110,48 @@ class Rooms:
             asyncio.get_running_loop().call_soon(self._admit)
 
     def _admit(self) -> None:
-        """Open rooms for waiting requests, in order, while there are pages and a prefill worker."""
+        """Waiting requests, in order, while there are pages and somebody to compute their
+        prompts."""
         self._is_admission_due = False
         now = time.monotonic()
         while self.is_admitting and (request := self._scheduler.head()) is not None:
-            endpoint = self._choose(request)
-            if endpoint is None or self.table.refuses(now):
+            if self.table.refuses(now) or not self._admit_one(request, now):
                 return
-            room, wanted = self.table.next_room(), self._scheduler.pages_wanted(request)
-            # A page for each running sequence stays available, or growth would preempt at once.
-            pages = self._pages.lease(request, room, wanted, self._scheduler.running)
-            if pages is None:
-                return
-            self._open(request, endpoint, pages)
+
+    def _admit_one(self, request: DecodeRequest, now: float) -> bool:
+        """False when it must go on waiting."""
+        endpoint = self._choose(request)
+        why = self._local.why(request, is_paired=endpoint is not None, now=now)
+        if why is not None:
+            return self._begin_here(request, why, now)
+        if endpoint is None:
+            return False
+        if not self._is_short(request):
+            return self._lease(request, endpoint, short_since=None)
+        is_quicker_here = self._local.takes_short()
+        if is_quicker_here and self._begin_here(request, LocalReason.SHORT, now):
+            return True
+        return self._lease(request, endpoint, short_since=now)
+
+    def _is_short(self, request: DecodeRequest) -> bool:
+        limit = self._local.short_tokens_max
+        # The look-up hashes the whole prompt: only where it matters.
+        return limit > 0 and self._pages.uncached_tokens(request) <= limit
+
+    def _begin_here(self, request: DecodeRequest, why: LocalReason, now: float) -> bool:
+        """Its prompt is computed by steps of this worker, in pages of its own: nobody else writes
+        into them, so that they need no lease."""
+        if self._scheduler.prompts_here >= PROMPTS_MAX:
+            return False
+        wanted = self._scheduler.pages_here(request)
+        begin = self._pages.begin(request, wanted, self._scheduler.running)
+        if begin is None:
+            return False
+        self._scheduler.begin_here(request, why, begin.pages, begin.cached_tokens, now)
+        self._metrics.count_local_prefill_request(why.value)
+        self._events.on_open()
+        self._events.on_ready()
+        return True
 
     def _choose(self, request: DecodeRequest) -> str | None:
         usable = self.table.usable_endpoints()
@@ -127,6 +159,17 @@ class Rooms:
         # After a failed room the next one goes elsewhere, if there is an elsewhere.
         choices = preferred or usable
         return choices[request.rooms_failed % len(choices)] if choices else None
+
+    def _lease(self, request: DecodeRequest, endpoint: str, short_since: float | None) -> bool:
+        """Open a room, if there are pages."""
+        room, wanted = self.table.next_room(), self._scheduler.pages_wanted(request)
+        # A page for each running sequence stays available, or growth would preempt at once.
+        pages = self._pages.lease(request, room, wanted, self._scheduler.running)
+        if pages is None:
+            return False
+        self._open(request, endpoint, pages)
+        self._rooms[room].short_since = short_since
+        return True
 
     def _open(self, request: DecodeRequest, endpoint: str, pages: RoomPages) -> None:
         room, now = self.table.next_room(), time.monotonic()
@@ -209,6 +252,8 @@ class Rooms:
         del self._rooms[effect.room]
         self._pages.pass_on(effect.room, room.pages, request.request)
         self._scheduler.ready(request, room.pages.all, len(request.tokens) - 1, now)
+        if room.short_since is not None:
+            self._local.handed_over(now - room.short_since)
         self._events.on_ready()
 
     def _differ(self, effect: PagesDiffer) -> None:
@@ -245,7 +290,7 @@ class Rooms:
         is_turned_away = effect.reason in TURNED_AWAY
         if not is_turned_away:
             request.rooms_failed += 1
-        if effect.retryable and request.rooms_failed < self._config.rooms_per_request_max:
+        if effect.retryable and self._local.goes_on(request, effect.reason):
             if not is_turned_away:
                 self._metrics.count_recomputed_prompt_tokens(len(request.tokens))
             self._scheduler.requeue(request, now)

@@ -17,12 +17,16 @@ import msgspec
 from pdrt.decode.answers import Answers, Spoken
 from pdrt.decode.grammars import Grammars
 from pdrt.decode.pages import DecodePages
+from pdrt.decode.prompt_row import prompt_row
 from pdrt.decode.rooms import Rooms
+from pdrt.ids import Incarnation
 from pdrt.model.batch import Row, StepResult
 from pdrt.model.executor import Executor
 from pdrt.protocol.gateway_messages import FinishReason
-from pdrt.scheduling.decode import DecodeScheduler
-from pdrt.scheduling.decode_request import DecodeRequest, End
+from pdrt.sampling import TokenLogprobs
+from pdrt.scheduling.decode import DecodeScheduler, StepPlan
+from pdrt.scheduling.decode_request import DecodeRequest, End, LocalReason
+from pdrt.scheduling.local_prefill import LocalPrefill
 from pdrt.transfer.liveness import Liveness
 from pdrt.transfer.worker_loop import WorkerLoop
 
@@ -35,17 +39,21 @@ class Outcome(msgspec.Struct, frozen=True):
     request: DecodeRequest
     spoken: Spoken | None
     end: End | None
+    scores: tuple[TokenLogprobs, ...] | None = None
+    """Of its prompt, where they were awaited and that is computed now."""
 
 
 class Computing(Protocol):
     """The parts of a decode worker that its steps need."""
 
+    incarnation: Incarnation
     executor: Executor
     scheduler: DecodeScheduler
     kv: DecodePages
     rooms: Rooms
     grammars: Grammars
     answers: Answers
+    local: LocalPrefill
     loop: WorkerLoop
     liveness: Liveness
 
@@ -74,14 +82,17 @@ class Steps:
                 await self._work.wait()
             else:
                 worker.scheduler.grow_ahead(worker.kv)
-                outcomes = await self._result(plan.sequences, step)
+                outcomes = await self._result(plan, step)
 
     def _submit(self, sequences: Sequence[DecodeRequest]) -> asyncio.Future[StepResult]:
         assert all(map(self._worker.kv.is_writable, sequences)), "a step would write a cached page"
         return asyncio.ensure_future(self._worker.executor.step(list(map(self._row, sequences))))
 
     def _row(self, request: DecodeRequest) -> Row:
-        has_grammar = request.sampling.grammar is not None
+        has_matcher = request.sampling.grammar is not None and not request.awaits_grammar
+        matcher = self._worker.grammars.matcher(request.request) if has_matcher else None
+        if request.prefills_here:
+            return prompt_row(request, self._worker.scheduler.wants_token(request), matcher)
         return Row(
             token_ids=(request.tokens[-1],),
             start=request.computed,
@@ -89,12 +100,10 @@ class Steps:
             sampling=request.sampling,
             output_tokens=request.output_tokens,
             history=request.tokens if request.needs_history else (),
-            matcher=self._worker.grammars.matcher(request.request) if has_grammar else None,
+            matcher=matcher,
         )
 
-    async def _result(
-        self, sequences: Sequence[DecodeRequest], step: asyncio.Future[StepResult]
-    ) -> list[Outcome]:
+    async def _result(self, plan: StepPlan, step: asyncio.Future[StepResult]) -> list[Outcome]:
         try:
             result = await step
         except AssertionError:
@@ -105,44 +114,98 @@ class Steps:
             log.exception("decode step failed")
             why = repr(error)
             self._worker.liveness.forward_failed(why, time.monotonic())
-            return [self._failed(each, FinishReason.FAILED, why) for each in sequences]
+            return self._step_failed(plan.sequences, End(FinishReason.FAILED, why))
         if self._worker.loop.is_ending:
             return []  # its requests have been told, and are gone
         now = time.monotonic()
         self._worker.liveness.forward_ended()
-        self._worker.answers.stepped(result.seconds, len(sequences))
-        rows = zip(sequences, result.tokens, result.logprobs, strict=True)
+        self._worker.answers.stepped(result.seconds, plan)
         outcomes: list[Outcome] = []
-        for request, token, logprobs in rows:
-            assert token is not None, request.request
+        for index, request in enumerate(plan.sequences):
             failure = self._worker.grammars.failure(request.request)
             if failure is not None:
-                outcomes.append(self._failed(request, FinishReason.REJECTED, failure))
-                continue
-            spoken = Spoken(token, request.output_tokens, logprobs, now)
-            outcomes.append(self._stepped(request, spoken))
+                outcomes.append(self._failed(request, End(FinishReason.REJECTED, failure)))
+            elif request.prefills_here:
+                outcomes.append(self._computed(request, result, index, now))
+            else:
+                token = result.tokens[index]
+                assert token is not None, request.request
+                spoken = Spoken(token, request.output_tokens, result.logprobs[index], now)
+                self._worker.scheduler.stepped(request)
+                outcomes.append(self._spoken(request, spoken))
         return outcomes
 
-    def _stepped(self, request: DecodeRequest, spoken: Spoken) -> Outcome:
-        self._worker.scheduler.stepped(request)
+    def _computed(
+        self, request: DecodeRequest, result: StepResult, index: int, now: float
+    ) -> Outcome:
+        """A part of a prompt, which is row `index` of the step."""
+        worker = self._worker
+        worker.scheduler.stepped(request)
+        request.scores += result.scores[index]
+        if request.ended is not None:
+            return self._leave(request, None, request.ended)
+        if request.computed < len(request.tokens):
+            return Outcome(request, None, None)
+        worker.kv.keep(request)
+        scores = tuple(request.scores) if request.awaits_scores else None
+        request.awaits_scores = False
+        if request.here is LocalReason.SHORT:
+            worker.local.computed_here(now - request.phase_began_at)
+        worker.scheduler.prefilled_here(request, now)
+        worker.rooms.admit_soon()  # the next prompt may begin
+        token = result.tokens[index]
+        if token is None:
+            return self._leave(request, None, End(FinishReason.LENGTH), scores)
+        worker.answers.prefilled_here(request, now)
+        logprobs, prefill = result.logprobs[index], worker.incarnation
+        spoken = Spoken(token, request.output_tokens, logprobs, now, prefill)
+        return self._spoken(request, spoken, scores)
+
+    def _spoken(
+        self,
+        request: DecodeRequest,
+        spoken: Spoken,
+        scores: tuple[TokenLogprobs, ...] | None = None,
+    ) -> Outcome:
         end = request.ended
         if end is not None:
-            told = None  # nobody waits for its token any more
-        else:
-            told = spoken
-            reason = self._worker.scheduler.take_token(request, spoken.token)
-            end = None if reason is None else End(reason)
-        if end is not None:
-            self._worker.kv.give_back(request)
-            self._remove(request)
-        return Outcome(request, told, end)
+            return self._leave(request, None, end)  # nobody waits for its token any more
+        reason = self._worker.scheduler.take_token(request, spoken.token)
+        if reason is not None:
+            return self._leave(request, spoken, End(reason), scores)
+        return Outcome(request, spoken, None, scores)
 
-    def _failed(self, request: DecodeRequest, reason: FinishReason, detail: str) -> Outcome:
+    def _leave(
+        self,
+        request: DecodeRequest,
+        spoken: Spoken | None,
+        end: End,
+        scores: tuple[TokenLogprobs, ...] | None = None,
+    ) -> Outcome:
+        """What it has computed is sound."""
+        self._worker.kv.give_back(request)
+        self._remove(request)
+        return Outcome(request, spoken, end, scores)
+
+    def _step_failed(self, sequences: Sequence[DecodeRequest], end: End) -> list[Outcome]:
+        """Prompts that are computed here bear the blame alone, if there are any. The others are as
+        they were before: the next step writes the KV again that this one may have left undefined,
+        and draws the same tokens."""
+        has_prompts = any(request.prefills_here for request in sequences)
+        outcomes: list[Outcome] = []
+        for request in sequences:
+            if has_prompts and not request.prefills_here and request.ended is None:
+                self._worker.scheduler.step_failed(request)
+            else:
+                outcomes.append(self._failed(request, end))
+        return outcomes
+
+    def _failed(self, request: DecodeRequest, end: End) -> Outcome:
         """Nothing of it is kept: its KV may be undefined."""
         self._worker.scheduler.step_failed(request)
         self._worker.kv.release(request)
         self._remove(request)
-        return Outcome(request, None, request.ended or End(reason, detail))
+        return Outcome(request, None, request.ended or end)
 
     def _remove(self, request: DecodeRequest) -> None:
         self._worker.scheduler.remove(request)
@@ -150,6 +213,9 @@ class Steps:
 
     def _tell(self, outcomes: Sequence[Outcome], preempted: Sequence[DecodeRequest]) -> None:
         worker, now = self._worker, time.monotonic()
+        for outcome in outcomes:
+            if outcome.scores is not None:
+                worker.answers.scores(outcome.request, outcome.scores, worker.incarnation)
         spoken = [(o.request, o.spoken) for o in outcomes if o.spoken is not None]
         if spoken:
             worker.answers.step(spoken)

@@ -24,6 +24,7 @@ from pdrt.protocol.leases import Lease, LeaseState, LeaseTable
 from pdrt.protocol.messages import Fingerprint, Load
 from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, RequestState
+from pdrt.scheduling.local_prefill import LocalPrefill
 from pdrt.transfer.gateway_link import GatewayLinks
 from pdrt.transfer.liveness import Ailment, Complaint, Liveness
 
@@ -48,6 +49,7 @@ class Seen(Protocol):
     kv: DecodePages
     table: LeaseTable
     handover: Handover
+    local: LocalPrefill
     links: GatewayLinks
     http: WorkerHttp
     liveness: Liveness
@@ -77,7 +79,7 @@ class DecodeView:
     def reasons(self) -> list[str]:
         """Why it is not ready; empty when it is."""
         reasons = [complaint.text for complaint in self.complaints()]
-        if not self._worker.table.usable_endpoints():
+        if not self._worker.local.is_on and not self._worker.table.usable_endpoints():
             reasons.append("no prefill worker is paired")
         return reasons
 
@@ -118,6 +120,7 @@ class DecodeView:
             paired=tuple(worker.table.usable_endpoints()),
             refused=self.refused_pairs(),
             load=self.load(),
+            local_prefill=worker.local.is_on,
         )
 
     def render(self) -> bytes:
@@ -235,6 +238,7 @@ def _request(request: DecodeRequest, now: float) -> dict[str, Any]:
         "request": str(request.request),
         "state": request.state.value,
         "room": None if request.room is None else str(request.room),
+        "local_prefill": None if request.here is None else request.here.value,
         "age_seconds": round(now - request.arrived_at, 3),
         "pages": len(request.pages),
         "prompt_tokens": request.prompt_tokens,

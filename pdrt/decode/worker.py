@@ -40,8 +40,9 @@ from pdrt.protocol.gateway_messages import (
 from pdrt.protocol.invariants import check_decode
 from pdrt.protocol.leases import DecodeWorkerInfo, LeaseTable
 from pdrt.protocol.messages import Fingerprint, FirstTokenData
-from pdrt.scheduling.decode import DecodeScheduler
+from pdrt.scheduling.decode import DecodeScheduler, StepLimits
 from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
+from pdrt.scheduling.local_prefill import LocalPrefill
 from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.gateway_link import GatewayLinks, Request
@@ -92,13 +93,17 @@ class DecodeWorker:
         self.fingerprint = Fingerprint(
             identity.name, identity.digest, executor.layout, kv_checksum=is_checked
         )
+        limits = config.scheduler
         self.scheduler = DecodeScheduler(
             executor.layout,
             identity.max_model_len,
-            config.scheduler.max_num_seqs,
-            config.scheduler.stream_tokens_max,
+            StepLimits(
+                limits.max_num_seqs, limits.max_num_batched_tokens, limits.local_prefill_tokens
+            ),
+            limits.stream_tokens_max,
             identity.eos_token_ids,
         )
+        self.local = LocalPrefill(limits, config.protocol.rooms_per_request_max, now)
         receiver = LocalReceiver(executor.pool)
         quarantine = config.protocol.quarantine_pages_max or max(1, executor.pages // 4)
         info = DecodeWorkerInfo(self.incarnation, self.fingerprint, 1, receiver.fence, quarantine)
@@ -107,7 +112,7 @@ class DecodeWorker:
         self.liveness = Liveness(config.scheduler.stall_seconds_max, late, now)
         self.loop = WorkerLoop(self._tick, self._leave)
         self._watch = SelfWatch(self.liveness, self.loop, self.view.complaints)
-        self.rooms = Rooms(self.table, self.kv, self.scheduler, config.protocol, self.metrics)
+        self.rooms = Rooms(self.table, self.kv, self.scheduler, self.local, self.metrics)
         landing = Landing(receiver, PageChecksums(executor.pool) if is_checked else None)
         self.handover = Handover(self.table, landing, config, self.loop, self.rooms.apply)
         self.links = GatewayLinks(
@@ -149,7 +154,6 @@ class DecodeWorker:
         self._early_cancels = EarlyCancels()
         self._announced: object = None
         self._leave_by: float | None = None
-        self._unpaired_since = now
         self._checked_at = now
 
     def facts(self) -> dict[str, Any]:
@@ -296,10 +300,12 @@ class DecodeWorker:
         self.handover.apply(self.table.handle_timer(now))
         for request in self.scheduler.overdue(now):
             self._finish(request, End(FinishReason.DEADLINE, "its time is up"))
+        self.local.on_tick(is_paired=bool(self.table.usable_endpoints()), now=now)
         self._give_up_unpaired(now)
         self.rooms.admit_soon()
         self.links.handle_timer(now)
-        may_admit = self.rooms.is_admitting and bool(self.table.usable_endpoints())
+        may_serve = self.local.is_on or bool(self.table.usable_endpoints())
+        may_admit = self.rooms.is_admitting and may_serve
         waiting = self.scheduler.waiting(may_admit=may_admit)
         self._watch.tick(self.executor.step_age(now), waiting, now)
         self._announce_changes(now)
@@ -310,15 +316,14 @@ class DecodeWorker:
             self._leave_when_done(now)
 
     def _give_up_unpaired(self, now: float) -> None:
-        """Without any prefill worker for a while, those who wait are told, not kept."""
-        if self.table.usable_endpoints():
-            self._unpaired_since = now
-        elif now - self._unpaired_since > self.config.protocol.unpaired_seconds_max:
-            for request in list(self.scheduler.requests.values()):
-                if request.state is RequestState.QUEUED:
-                    self._finish(
-                        request, End(FinishReason.UNAVAILABLE, "no prefill worker is paired")
-                    )
+        """Without any prefill worker for a while, those who wait for one are told, not kept."""
+        seconds_max = self.config.protocol.unpaired_seconds_max
+        if self.local.is_on or self.local.unpaired_seconds(now) <= seconds_max:
+            return
+        for request in list(self.scheduler.requests.values()):
+            if request.state is RequestState.QUEUED:
+                end = End(FinishReason.UNAVAILABLE, "no prefill worker is paired")
+                self._finish(request, end)
 
     def _leave(self) -> None:
         """Idempotent: SIGTERM and `Drain` may both come, again and again."""

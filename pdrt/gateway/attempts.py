@@ -75,8 +75,8 @@ class Attempt(msgspec.Struct):
 
     @property
     def prefill(self) -> str:
-        """The endpoint preferred for it."""
-        return self.route.prefill_endpoints[0]
+        """The endpoint preferred for it; empty where there is none."""
+        return next(iter(self.route.prefill_endpoints), "")
 
 
 class Attempts:

@@ -71,9 +71,7 @@ class Hub:
         )
         self.registry = Registry(incarnation, digests, config.protocol, config.workers_max, clock())
         self.router = Router(self.registry)
-        self.requests = Requests(
-            incarnation, config.protocol, config.requests_max, config.attempts_max, self.router
-        )
+        self.requests = Requests(incarnation, config, self.router)
         self._requests_max = config.requests_max
         self.drains = Drains(incarnation, self.registry)
         self.doubts = Doubts(incarnation, self.registry)

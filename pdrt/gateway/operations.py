@@ -72,7 +72,7 @@ class Operations:
         return JsonResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """A full pair of workers can serve."""
+        """Workers can serve. With reasons, not as a full pair."""
         ready, reasons = self._hub.readiness()
         body = {"ready": ready, "reasons": reasons}
         return JsonResponse(body, 200 if ready else 503)
@@ -174,6 +174,7 @@ def _worker_status(worker: Worker, report: Report | None, now: float) -> dict[st
         "reasons": register.reasons,
         "paired": register.paired,
         "refused": register.refused,
+        "local_prefill": register.local_prefill,
         "version": register.version,
         "metrics": register.metrics,
         "status": None if report is None else _json_or_none(report.status),

@@ -23,6 +23,8 @@ LOSSES_MAX = 4
 """Lost workers of a role that /ready names when none is left."""
 REASONS_MAX = 16
 """Reasons that /ready lists: enough for a person, however many workers there are."""
+DEGRADED = "degraded"
+"""How the first reason begins when requests are served, but not by a full pair."""
 
 
 class WorkerState(Enum):
@@ -115,7 +117,7 @@ class Registry:
         self._is_untold = False
         """Decode workers may not have been told of the prefill workers as they are now."""
         self._unready_since: float | None = now
-        """None exactly while a full pair could serve at the last tick."""
+        """None exactly while somebody could serve at the last tick."""
 
     # Events
 
@@ -238,18 +240,22 @@ class Registry:
         return self._prefills.get(decode.register.fingerprint, {})
 
     def decodes(self) -> list[Worker]:
-        """Decode workers that can serve now: paired with a usable prefill worker."""
+        """Decode workers that can serve now: paired with a usable prefill worker, or able to
+        compute prompts themselves."""
         if self._decodes is None:
             self._decodes = self._find_decodes()
         return self._decodes
+
+    def is_paired(self, decode: Worker) -> bool:
+        """A usable prefill worker can hand prompts over to it. Looks at every pair of its."""
+        return not self.prefills_for(decode).keys().isdisjoint(decode.register.paired)
 
     def _find_decodes(self) -> list[Worker]:
         """Looks at every pair: done when pairs change, not for each request."""
         return [
             worker
             for worker in self._of_role(Role.DECODE)
-            if self.is_usable(worker)
-            and not self.prefills_for(worker).keys().isdisjoint(worker.register.paired)
+            if self.is_usable(worker) and (worker.register.local_prefill or self.is_paired(worker))
         ]
 
     def max_model_len(self) -> int | None:
@@ -260,19 +266,21 @@ class Registry:
         return min(lengths, default=None)
 
     def readiness(self) -> tuple[bool, list[str]]:
-        """Whether a full pair can serve, and if not, why not, in words."""
-        if self.decodes():
+        """Whether anybody can serve; and why no full pair can, in words, if none can."""
+        able = self.decodes()
+        if any(map(self.is_paired, able)):
             return True, []
         # As far as they are told: there are as many as pairs, and clients ask when nobody serves.
-        told: dict[str, None] = {}
+        degraded = [f"{DEGRADED}: decode workers compute prompts themselves"] if able else []
+        told = dict.fromkeys(degraded)
         for reason in self._reasons():
             told[reason] = None
             if len(told) == REASONS_MAX:
                 break
-        return False, list(told)
+        return bool(able), list(told)
 
     def _reasons(self) -> Iterator[str]:
-        """Why no pair can serve; the same one may come again."""
+        """Why no full pair can serve; the same one may come again."""
         present = {role: self._of_role(role) for role in Role}
         for role, workers in present.items():
             if not workers:

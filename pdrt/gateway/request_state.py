@@ -8,8 +8,23 @@ from pdrt.gateway.attempts import Attempt
 from pdrt.gateway.effects import Deliver, Submission
 from pdrt.gateway.prefix_index import Prompt
 from pdrt.ids import Incarnation
-from pdrt.protocol.gateway_messages import Usage
+from pdrt.protocol.gateway_messages import FinishReason, Usage
 from pdrt.sampling import Sampling
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why an attempt ended, or none could begin; what the client is told if no other follows."""
+
+    reason: FinishReason
+    detail: str
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A request that has begun, and finds no decode worker to go on with."""
+
+    until: float
+    failure: Failure
+    """How it ends then."""
 
 
 class RequestState(msgspec.Struct):
@@ -24,7 +39,11 @@ class RequestState(msgspec.Struct):
     taken: int = 0
     """Of those, taken by the client."""
     attempt: Attempt | None = None
-    """The only one whose tokens count; None only while the next is being chosen."""
+    """The only one whose tokens count; None only while the next is being chosen or waited for."""
+    waiting: Waiting | None = None
+    """Set exactly while there is no attempt because nobody can serve it."""
+    was_lost: bool = False
+    """A worker was lost that had it."""
     attempts: int = 0
     handed_on: int = 0
     """Of those, the ones that a worker gave up in good order, as it left, or never had. They bound
@@ -46,6 +65,11 @@ class RequestState(msgspec.Struct):
             return sampling
         return msgspec.structs.replace(sampling, prompt_logprobs=None)
 
+    @property
+    def has_begun(self) -> bool:
+        """Its client has more to lose than one that is turned away at the door: it may wait."""
+        return self.was_lost or bool(self.output)
+
     def missing(self, usage: Usage | None) -> str | None:
         """What a good end with this usage should have come after, in words."""
         if self.lacks_prompt_logprobs:
@@ -64,7 +88,8 @@ class RequestState(msgspec.Struct):
 
     def check_invariants(self, serial: int) -> None:
         """Raises AssertionError when the fields contradict each other."""
-        assert self.attempt is not None and self.attempt.id.serial == serial
+        assert (self.attempt is None) == (self.waiting is not None)
+        assert self.attempt is None or self.attempt.id.serial == serial
         held = [token for deliver in self.held for token in deliver.token_ids]
         assert held == (self.output if self.lacks_prompt_logprobs else [])
         assert self.taken <= len(self.output) - len(held)

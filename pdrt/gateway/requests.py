@@ -4,6 +4,9 @@ A request is one client's; an attempt is one decode worker's try at it. When an 
 mid-stream the next one continues with the tokens that exist: the draw of a token depends on seed
 and position only, so the client cannot tell. Every method returns effects, in order.
 
+A request that has begun and finds no decode worker any more waits for one, within a bound: its
+worker may be starting anew. One that has not begun is refused at once.
+
 Log probabilities of the prompt are asked for until they have come once. Output is held back until
 then, as an answer begins with them: an attempt that ends before leaves nothing behind, and the next
 one begins anew.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pdrt.config import ProtocolConfig
+from pdrt.config import GatewayConfig
 from pdrt.gateway.attempts import Attempt, AttemptEvent, Attempts, AttemptState
 from pdrt.gateway.effects import (
     Assigned,
@@ -25,8 +28,8 @@ from pdrt.gateway.effects import (
     Submission,
 )
 from pdrt.gateway.prefix_index import Prompt
-from pdrt.gateway.request_state import RequestState
-from pdrt.gateway.router import Routing
+from pdrt.gateway.request_state import Failure, RequestState, Waiting
+from pdrt.gateway.router import Route, Routing
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.gateway_messages import (
     Cancel,
@@ -45,6 +48,9 @@ that lost the request (its `Submit` never came, or its `Finished` was dropped) a
 `Finished`, so that no client waits for its deadline."""
 RETRIED = frozenset({FinishReason.FAILED, FinishReason.UNAVAILABLE, FinishReason.CANCELLED})
 """Another worker may do better. CANCELLED: the worker took this gateway for lost."""
+WAITING_LOOK_SECONDS = 0.25
+"""How often those that wait for a decode worker look for one."""
+LOST = Failure(FinishReason.UNAVAILABLE, "the decode worker was lost")
 
 
 class Requests:
@@ -53,20 +59,21 @@ class Requests:
     def __init__(
         self,
         gateway: Incarnation,
-        protocol: ProtocolConfig,
-        requests_max: int,
-        attempts_max: int,
+        config: GatewayConfig,
         router: Routing,
     ) -> None:
         self._gateway = gateway
-        self._requests_max = requests_max
-        self._attempts_max = attempts_max
+        self._requests_max = config.requests_max
+        self._attempts_max = config.attempts_max
+        self._worker_wait_seconds = config.worker_wait_seconds
         self._router = router
         self._serial = 0
         self._requests: dict[int, RequestState] = {}
         """By serial; at most `requests_max`."""
-        self._attempts = Attempts(protocol)
+        self._attempts = Attempts(config.protocol)
         """The RUNNING ones are exactly the `attempt`s of `_requests`."""
+        self._look_at = 0.0
+        """When those that wait look next."""
         self._newest_prompt = Prompt((), "")
         """Choices of one prompt come one after another: its keys are computed once."""
         self.stale: Counter[str] = Counter()
@@ -79,6 +86,11 @@ class Requests:
     def attempts(self) -> int:
         """Attempts not gone, cancelled ones included."""
         return len(self._attempts)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have begun and wait for a decode worker."""
+        return sum(request.waiting is not None for request in self._requests.values())
 
     # Events of the client
 
@@ -99,26 +111,27 @@ class Requests:
             prompt = self._newest_prompt
         self._newest_prompt = prompt
         self._requests[serial] = RequestState(submission, prompt, asks_prompt)
-        no_worker = "no pair of workers can serve now"
-        return serial, self._next_attempt(serial, FinishReason.UNAVAILABLE, no_worker, now)
+        nobody = Failure(FinishReason.UNAVAILABLE, "no pair of workers can serve now")
+        return serial, self._next_attempt(serial, nobody, now)
 
     def take(self, serial: int, tokens_taken: int, now: float) -> list[Effect]:
         """The client has read `tokens_taken` tokens, counted over the whole request."""
         request = self._requests.get(serial)
-        if request is None or request.attempt is None:
+        if request is None:
             return []
         assert request.taken <= tokens_taken <= len(request.output)
         request.taken = tokens_taken
-        if tokens_taken - request.attempt.credited < CREDIT_STRIDE_TOKENS:
+        attempt = request.attempt
+        if attempt is None or tokens_taken - attempt.credited < CREDIT_STRIDE_TOKENS:
             return []
-        return [self._attempts.credit(request.attempt, tokens_taken, now)]
+        return [self._attempts.credit(attempt, tokens_taken, now)]
 
     def abandon(self, serial: int, reason: str, now: float) -> list[Effect]:
         """The client needs nothing more. Idempotent; no `Ended` follows."""
         request = self._requests.pop(serial, None)
-        if request is None or request.attempt is None:
+        if request is None:
             return []
-        return [self._attempts.cancel(request.attempt, AttemptEvent.CANCEL, reason, now)]
+        return self._cancel(request, reason, now)
 
     # Events of workers
 
@@ -188,7 +201,8 @@ class Requests:
     def _give_up(self, attempt: Attempt, why: str, detail: str, now: float) -> list[Effect]:
         """This attempt's output cannot be used any more: the next one."""
         cancel = self._attempts.cancel(attempt, AttemptEvent.GAP, why, now)
-        return [cancel, *self._next_attempt(attempt.id.serial, FinishReason.FAILED, detail, now)]
+        failure = Failure(FinishReason.FAILED, detail)
+        return [cancel, *self._next_attempt(attempt.id.serial, failure, now)]
 
     def on_finished(self, message: Finished, now: float) -> list[Effect]:
         attempt = self._attempts.get(message.request, message.worker)
@@ -205,17 +219,19 @@ class Requests:
         if usage is not None:
             request.cached_tokens = usage.cached_tokens
         if message.reason in RETRIED:
-            request.refused.add(message.worker)
+            # Who cancels has not refused: it serves this gateway again once it hears of it.
+            if message.reason is not FinishReason.CANCELLED:
+                request.refused.add(message.worker)
             # A request outlives any number of workers that are restarted: each is asked once.
             request.handed_on += message.reason is FinishReason.UNAVAILABLE
             reason = message.reason
             if reason is FinishReason.CANCELLED:
                 reason = FinishReason.UNAVAILABLE
-            return self._next_attempt(serial, reason, message.detail, now)
+            return self._next_attempt(serial, Failure(reason, message.detail), now)
         if message.reason in (FinishReason.STOP, FinishReason.LENGTH):
             missing = request.missing(usage)
             if missing is not None:
-                return self._next_attempt(serial, FinishReason.FAILED, missing, now)
+                return self._next_attempt(serial, Failure(FinishReason.FAILED, missing), now)
         return self._end(serial, message.reason, message.detail)
 
     def on_undelivered(self, request_id: RequestId, now: float) -> list[Effect]:
@@ -226,8 +242,8 @@ class Requests:
         request.refused.add(attempt.worker)
         request.handed_on += 1
         self._attempts.move(attempt, AttemptEvent.UNDELIVERED)
-        detail = "the decode worker cannot be reached"
-        return self._next_attempt(request_id.serial, FinishReason.UNAVAILABLE, detail, now)
+        failure = Failure(FinishReason.UNAVAILABLE, "the decode worker cannot be reached")
+        return self._next_attempt(request_id.serial, failure, now)
 
     def on_worker_lost(self, worker: Incarnation, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -235,43 +251,58 @@ class Requests:
             was_running = attempt.state is AttemptState.RUNNING
             self._attempts.move(attempt, AttemptEvent.WORKER_LOST)
             if was_running:
-                effects += self._next_attempt(
-                    attempt.id.serial, FinishReason.UNAVAILABLE, "the decode worker was lost", now
-                )
+                self._requests[attempt.id.serial].was_lost = True
+                effects += self._next_attempt(attempt.id.serial, LOST, now)
         return effects
 
     # Events of time
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Deadlines, cancels to resend, credits that are due."""
+        """Deadlines, workers for those that wait, cancels to resend, credits that are due."""
         effects: list[Effect] = []
+        looks = now >= self._look_at
+        if looks:
+            self._look_at = now + WAITING_LOOK_SECONDS
         for serial, request in list(self._requests.items()):
             attempt = request.attempt
-            assert attempt is not None
             if now >= request.submission.deadline:
-                effects.append(self._attempts.cancel(attempt, AttemptEvent.CANCEL, "deadline", now))
+                effects += self._cancel(request, "deadline", now)
                 effects += self._end(serial, FinishReason.DEADLINE, "the request took too long")
+            elif attempt is None:
+                effects += self._look(serial, request, now) if looks else []
             elif request.taken > attempt.credited or now - attempt.heard >= CREDIT_RESEND_SECONDS:
                 effects.append(self._attempts.credit(attempt, request.taken, now))
         return effects + list(self._attempts.on_tick(now))
+
+    def _look(self, serial: int, request: RequestState, now: float) -> list[Effect]:
+        """A worker for one that waits, or its end."""
+        waiting, request.waiting = request.waiting, None
+        assert waiting is not None
+        effects = self._next_attempt(serial, waiting.failure, now)
+        if request.waiting is not None:
+            request.waiting = waiting
+            if now >= waiting.until:
+                return self._end(serial, waiting.failure.reason, waiting.failure.detail)
+        return effects
+
+    def _cancel(self, request: RequestState, why: str, now: float) -> list[Effect]:
+        """What runs upstream, if anything."""
+        if request.attempt is None:
+            return []
+        return [self._attempts.cancel(request.attempt, AttemptEvent.CANCEL, why, now)]
 
     def shut_down(self, now: float) -> list[Effect]:
         """End everything that is still running, upstream too."""
         effects: list[Effect] = []
         for serial, request in list(self._requests.items()):
-            assert request.attempt is not None
-            effects.append(
-                self._attempts.cancel(request.attempt, AttemptEvent.CANCEL, "shutdown", now)
-            )
+            effects += self._cancel(request, "shutdown", now)
             effects += self._end(serial, FinishReason.UNAVAILABLE, "the gateway is shutting down")
         return effects
 
     # How they are carried out
 
-    def _next_attempt(
-        self, serial: int, reason: FinishReason, detail: str, now: float
-    ) -> list[Effect]:
-        """Submit to the next worker, or end the request with `reason` and `detail`."""
+    def _next_attempt(self, serial: int, failure: Failure, now: float) -> list[Effect]:
+        """Submit to the next worker, wait for one, or end the request as `failure` says."""
         request = self._requests[serial]
         request.attempt = None
         request.give_up_held()
@@ -283,11 +314,21 @@ class Requests:
         if now >= submission.deadline:
             return self._end(serial, FinishReason.DEADLINE, "the request took too long")
         route = None
-        if request.attempts - request.handed_on < self._attempts_max:
+        may_go_on = request.attempts - request.handed_on < self._attempts_max
+        if may_go_on:
             demand = self._attempts.demand()
             route = self._router.choose(demand, request.prompt, request.tried, request.refused)
         if route is None:
-            return self._end(serial, reason, detail)
+            if may_go_on and request.has_begun and failure.reason is FinishReason.UNAVAILABLE:
+                until = now + self._worker_wait_seconds
+                request.waiting = Waiting(until, failure)
+                return []
+            return self._end(serial, failure.reason, failure.detail)
+        return self._submit(serial, request, route, now)
+
+    def _submit(self, serial: int, request: RequestState, route: Route, now: float) -> list[Effect]:
+        submission, output = request.submission, request.output
+        is_first = request.attempts == 0
         id = RequestId(self._gateway, serial, request.attempts)
         request.attempt = self._attempts.open(id, route, submission.deadline, now)
         recomputed = 0 if is_first else len(submission.token_ids) + len(output)

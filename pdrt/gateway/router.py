@@ -30,14 +30,15 @@ TYPICAL_SHARE = 1 / 32
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A decode worker, and prefill endpoints in order of preference, at least one."""
+    """A decode worker, and prefill endpoints in order of preference: none where it computes the
+    prompt itself, as far as is known now."""
 
     decode: Incarnation
     prefill_endpoints: tuple[str, ...]
     prefill: Incarnation | None = None
     """Who answers on the first of them."""
     prefill_tokens: int = 1
-    """Of the prompt, likely to be computed there: at least the last one."""
+    """Of the prompt, likely to be computed there: at least the last one, where there is one."""
     expected_pages: int = 0
     """Of the prompt, that `prefill` has been sent before."""
     page_size: int = 1
@@ -90,7 +91,7 @@ class Router:
         when none can serve.
 
         Decode workers in `tried` come last; those in `refused`, which answered that they cannot,
-        never.
+        never. Those that would compute the prompt themselves come after those that need not.
         """
         candidates = [w for w in self._registry.decodes() if w.incarnation not in refused]
         if not candidates:
@@ -99,11 +100,15 @@ class Router:
             candidates,
             key=lambda worker: (
                 worker.incarnation in tried,
+                not self._registry.is_paired(worker),
                 _decode_load(worker, demand),
                 self._last(worker),
             ),
         )
         usable, paired = self._registry.prefills_for(decode), frozenset(decode.register.paired)
+        if not usable:
+            self._take_turn(decode.incarnation)
+            return Route(decode.incarnation, (), prefill_tokens=0)
         costs = {e: self._cost(worker, prompt, e, demand) for e, worker in usable.items()}
         # One that is not paired yet is named for later: rooms may fail elsewhere.
         order = sorted(usable, key=lambda e: (e not in paired, costs[e], self._last(usable[e])))
@@ -140,9 +145,12 @@ class Router:
         typical_tokens = self._typical_tokens or route.prefill_tokens
         change = TYPICAL_SHARE * (route.prefill_tokens - typical_tokens)
         self._typical_tokens = typical_tokens + change
-        self._turn += 1
-        self._turns[decode.incarnation] = self._turns[prefill.incarnation] = self._turn
+        self._take_turn(decode.incarnation, prefill.incarnation)
         return route
+
+    def _take_turn(self, *workers: Incarnation) -> None:
+        self._turn += 1
+        self._turns.update(dict.fromkeys(workers, self._turn))
 
     def _last(self, worker: Worker) -> tuple[int, Incarnation]:
         return self._turns.get(worker.incarnation, 0), worker.incarnation

@@ -24,6 +24,7 @@ def set_gauges(metrics: Metrics, registry: Registry, requests: Requests, streams
             if worker.register.role is Role.DECODE and worker.state is WorkerState.LIVE
         )
     )
-    metrics.set_in_flight({"open": streams})
+    waiting = requests.waiting
+    metrics.set_in_flight({"open": streams - waiting, "waiting": waiting})
     metrics.set_ready(registry.readiness()[0])
     metrics.set_attempts(requests.attempts)

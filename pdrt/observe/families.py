@@ -59,7 +59,8 @@ WORKERS = _gauge(
 PAIRS = _gauge("pdrt_pairs", "Gateway: pairs of a live decode and a live prefill worker that serve")
 IN_FLIGHT = _gauge(
     "pdrt_requests_in_flight",
-    "Requests by state; the gateway's are `open`, of prefill workers they are rooms",
+    "Requests by state; the gateway's are `open`, or `waiting` for a decode worker as theirs is "
+    "gone; of prefill workers they are rooms",
     "state",
 )
 READY = _gauge("pdrt_ready", "Gateway: 1 while a full pair of workers can serve, else 0")
@@ -127,6 +128,15 @@ CACHED_TOKENS = _counter(
 )
 RECOMPUTED = _counter(
     "pdrt_recomputed_prompt_tokens", "Prompt tokens computed again for a request that moved"
+)
+LOCAL_PREFILL_REQUESTS = _counter(
+    "pdrt_local_prefill_requests",
+    "Decode: prompts that it computed itself, by why: unpaired (no prefill worker was there), "
+    "rooms_failed, short",
+    "reason",
+)
+LOCAL_PREFILL_TOKENS = _counter(
+    "pdrt_local_prefill_tokens", "Decode: prompt tokens that it computed itself"
 )
 PREEMPTIONS = _counter("pdrt_preemptions", "Decode: sequences preempted for pages")
 PREFIX_CACHE_PAGES = _counter(

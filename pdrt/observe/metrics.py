@@ -35,7 +35,13 @@ class Metrics:
         self._lag = self._store.distribution(f.LOOP_LAG)
         self._requests = self._store.distribution(f.REQUEST)
         self._drains = self._store.distribution(f.DRAIN)
-        for family in (f.PROMPT_TOKENS, f.OUTPUT_TOKENS, f.CACHED_TOKENS, f.PREEMPTIONS):
+        for family in (
+            f.PROMPT_TOKENS,
+            f.OUTPUT_TOKENS,
+            f.CACHED_TOKENS,
+            f.PREEMPTIONS,
+            f.LOCAL_PREFILL_TOKENS,
+        ):
             self._store.add(family, 0)  # `rate` needs a zero to begin from
         self._ticked_at: float | None = None
 
@@ -150,6 +156,13 @@ class Metrics:
     def count_recomputed_prompt_tokens(self, count: int) -> None:
         self._store.add(f.RECOMPUTED, count)
 
+    def count_local_prefill_request(self, reason: str) -> None:
+        """A decode worker begins to compute a prompt itself."""
+        self._store.add(f.LOCAL_PREFILL_REQUESTS, 1, reason)
+
+    def count_local_prefill_tokens(self, count: int) -> None:
+        self._store.add(f.LOCAL_PREFILL_TOKENS, count)
+
     def count_request(self, outcome: str) -> None:
         self._store.add(f.REQUESTS, 1, outcome)
 
@@ -201,6 +214,8 @@ class Metrics:
             "output_tokens": store.numbers(f.OUTPUT_TOKENS).get((), 0),
             "cached_tokens": store.numbers(f.CACHED_TOKENS).get((), 0),
             "preemptions": store.numbers(f.PREEMPTIONS).get((), 0),
+            "local_prefill_tokens": store.numbers(f.LOCAL_PREFILL_TOKENS).get((), 0),
+            "local_prefill_requests": sum(store.numbers(f.LOCAL_PREFILL_REQUESTS).values()),
             "requests": {label: n for (label,), n in store.numbers(f.REQUESTS).items()},
             "histograms": {
                 name: {

@@ -78,6 +78,8 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     refused: tuple[str, ...] = ()
     """Decode: prefill workers it could not be paired with, each with both sides' values."""
     load: Load = Load()
+    local_prefill: bool = False
+    """Decode: it computes prompts itself when it is paired with nobody."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

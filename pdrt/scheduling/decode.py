@@ -3,7 +3,9 @@
 A request waits (QUEUED) for pages, is prefilled elsewhere (PREFILLING) and then decoded
 (RUNNING). Pages are leased for the whole prompt before prefill starts; a running sequence grows
 page by page, and when none is free the youngest is preempted: it gives its pages up and resumes
-by a new room, its output being part of the prompt.
+by a new room, its output being part of the prompt. A prompt that is computed here
+(`local_prefill`) has no room: it is RUNNING at once, in pages of its own, and is fed part by part
+beside the others' single tokens.
 
 A step is planned between the end of the one before and its own start, so that whoever joined,
 ended or was given credit meanwhile counts. What takes time is done while a step runs: pages for
@@ -22,7 +24,9 @@ from pdrt.ids import RequestId, RoomId
 from pdrt.kv.layout import KvLayout
 from pdrt.protocol.gateway_messages import FinishReason, Submit
 from pdrt.sampling import Sampling
-from pdrt.scheduling.decode_request import DecodeRequest, RequestState
+from pdrt.scheduling.decode_request import DecodeRequest, LocalReason, RequestState
+from pdrt.scheduling.local_prefill import share_out
+from pdrt.scheduling.prefill import SCORED_TOKENS_MAX
 
 
 class PagesWanted(msgspec.Struct, frozen=True):
@@ -32,12 +36,25 @@ class PagesWanted(msgspec.Struct, frozen=True):
     leased: int
 
 
+class StepLimits(msgspec.Struct, frozen=True):
+    """How much one step computes at most."""
+
+    sequences: int
+    tokens: int
+    """Of prompts, while no sequence decodes."""
+    tokens_beside: int
+    """Of prompts, beside sequences that decode: their next tokens come so much later."""
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """What the next step computes, and who had to give up pages for it."""
 
     sequences: tuple[DecodeRequest, ...]
-    """Each feeds its last token, at position `computed`."""
+    """Each feeds `step_tokens` tokens, from position `computed` on."""
     preempted: tuple[DecodeRequest, ...]
+    tokens: int
+    prompt_tokens: int
+    """Of `tokens`, those of prompts that are computed here."""
 
 
 class SequencePool(Protocol):
@@ -61,14 +78,14 @@ class DecodeScheduler:
         self,
         layout: KvLayout,
         max_model_len: int,
-        max_num_seqs: int,
+        limits: StepLimits,
         stream_tokens_max: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self.requests: dict[RequestId, DecodeRequest] = {}
         self._layout = layout
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
+        self._limits = limits
         self._stream_tokens_max = stream_tokens_max
         self._eos_token_ids = frozenset(eos_token_ids)
         # QUEUED requests; preempted ones stand in front.
@@ -89,15 +106,21 @@ class DecodeScheduler:
         """Requests that could be got on with here and now: sequences that the next step takes
         along, and, where rooms may be opened, the queue. While rooms are open it is their writers
         that are waited for, and their pages."""
-        runnable = sum(not self._is_paused(request) for request in self._running.values())
+        runnable = sum(self._computable(request) > 0 for request in self._running.values())
         prefilling = len(self.requests) - len(self._queue) - len(self._running)
         return runnable + (len(self._queue) if may_admit and not prefilling else 0)
 
-    def _is_paused(self, request: DecodeRequest) -> bool:
-        """Nobody knows what it may say next, or its client does not read: it computes nothing
-        more for now, instead of piling up."""
-        unread = request.output_tokens - request.tokens_taken
-        return request.awaits_grammar or unread >= self._stream_tokens_max
+    @property
+    def prompts_here(self) -> int:
+        """Sequences whose prompts are being computed here."""
+        return sum(request.prefills_here for request in self._running.values())
+
+    def _computable(self, request: DecodeRequest) -> int:
+        """How many of its tokens may be fed now: none while its client does not read, so that
+        nothing piles up; and its last one not before it is known what may come next."""
+        if request.output_tokens - request.tokens_taken >= self._stream_tokens_max:
+            return 0
+        return len(request.tokens) - request.computed - request.awaits_grammar
 
     # In and out
 
@@ -124,7 +147,7 @@ class DecodeScheduler:
     def head(self) -> DecodeRequest | None:
         """Who is admitted next, if anybody waits and a place is free."""
         prefilling = len(self.requests) - len(self._queue) - len(self._running)
-        if not self._queue or prefilling + len(self._running) >= self._max_num_seqs:
+        if not self._queue or prefilling + len(self._running) >= self._limits.sequences:
             return None
         return self.requests[self._queue[0]]
 
@@ -140,6 +163,11 @@ class DecodeScheduler:
             return PagesWanted(0, 0)
         length = len(request.tokens)
         return PagesWanted(self._layout.pages_for(length), self._layout.pages_for(length + 1))
+
+    def pages_here(self, request: DecodeRequest) -> int:
+        """For a prompt that is computed here, and the token after it, if there will be one."""
+        left = request.sampling.max_tokens - request.output_tokens
+        return self._layout.pages_for(len(request.tokens) + (left > 1))
 
     @staticmethod
     def room_sampling(request: DecodeRequest) -> Sampling:
@@ -161,11 +189,13 @@ class DecodeScheduler:
         assert request.state is not RequestState.QUEUED, request.request
         assert not request.is_in_step and not request.pages, request.request
         self._running.pop(request.request, None)
-        phase = "prefill" if request.state is RequestState.PREFILLING else "decode"
+        is_prefilling = request.prefills_here or request.state is RequestState.PREFILLING
+        phase = "prefill" if is_prefilling else "decode"
         request.end_phase(phase, now)
         request.state = RequestState.QUEUED
         request.room = None
         request.computed = 0
+        request.end_prompt()
         self._queue.appendleft(request.request)
 
     def ready(
@@ -174,6 +204,30 @@ class DecodeScheduler:
         """Its KV has landed: `computed` tokens in `pages`, and at least one more to feed."""
         assert request.state is RequestState.PREFILLING, request.state
         assert computed == len(request.tokens) - 1, (computed, len(request.tokens))
+        self._run(request, pages, computed)
+        request.end_phase("transfer", now)
+
+    def begin_here(
+        self,
+        request: DecodeRequest,
+        why: LocalReason,
+        pages: tuple[int, ...],
+        cached_tokens: int,
+        now: float,
+    ) -> None:
+        """Its prompt is computed here, but for `cached_tokens` that were found in a cache and are
+        in `pages` already."""
+        assert self._queue[0] == request.request, request.request
+        assert cached_tokens < len(request.tokens), (cached_tokens, len(request.tokens))
+        assert len(pages) >= self.pages_here(request), (len(pages), len(request.tokens))
+        self._queue.popleft()
+        self._run(request, pages, cached_tokens)
+        request.here = why
+        if not request.output_tokens:
+            request.cached_tokens = cached_tokens
+        request.end_phase("queued", now)
+
+    def _run(self, request: DecodeRequest, pages: tuple[int, ...], computed: int) -> None:
         assert self._layout.pages_for(computed) <= len(pages), (computed, len(pages))
         request.state = RequestState.RUNNING
         request.room = None
@@ -181,24 +235,38 @@ class DecodeScheduler:
         self._running[request.request] = request
         by_age = sorted(self._running.values(), key=lambda r: r.order)
         self._running = {r.request: r for r in by_age}
-        request.end_phase("transfer", now)
 
     # Steps
 
     def plan(self, pool: SequencePool, now: float) -> StepPlan:
-        """The next step: one token of every sequence that can go on, oldest first. The step before
-        is over, so anybody may be preempted."""
+        """The next step: one token of every sequence that can go on, oldest first, and parts of
+        prompts. The step before is over, so anybody may be preempted."""
         sequences: list[DecodeRequest] = []
+        prompts: list[DecodeRequest] = []
         preempted: list[DecodeRequest] = []
         for request in list(self._running.values()):
             assert not request.is_in_step, request.request
-            if request.state is not RequestState.RUNNING or self._is_paused(request):
+            if request.state is not RequestState.RUNNING or self._computable(request) <= 0:
                 continue
-            if self._grow(request, pool, preempted, now):
+            if request.prefills_here:
+                prompts.append(request)
+            elif self._grow(request, pool, preempted, now):
+                request.step_tokens = 1
                 sequences.append(request)
-        for request in sequences:
-            request.is_in_step = True
-        return StepPlan(tuple(sequences), tuple(preempted))
+        parts = self._share_out(prompts, is_beside=bool(sequences)) if prompts else []
+        prompt_tokens = sum(request.step_tokens for request in parts)
+        tokens = len(sequences) + prompt_tokens
+        return StepPlan((*sequences, *parts), tuple(preempted), tokens, prompt_tokens)
+
+    def _share_out(self, prompts: list[DecodeRequest], *, is_beside: bool) -> list[DecodeRequest]:
+        """Those of `prompts`, oldest first, that have a part in the step, and how much of it."""
+        budget = self._limits.tokens_beside if is_beside else self._limits.tokens
+        if any(request.awaits_scores for request in prompts):
+            budget = min(budget, SCORED_TOKENS_MAX)
+        counts = share_out(list(map(self._computable, prompts)), budget)
+        for request, count in zip(prompts, counts, strict=True):
+            request.step_tokens = count
+        return [request for request in prompts if request.is_in_step]
 
     def grow_ahead(self, pool: SequencePool) -> None:
         """While a step runs: pages for the token after the one that it computes, as if all of its
@@ -239,20 +307,27 @@ class DecodeScheduler:
         return is_full or request.output_tokens + 1 >= request.sampling.max_tokens
 
     def stepped(self, request: DecodeRequest) -> None:
-        """A step with this request in it is over: its last token's KV is in the pool."""
+        """A step with this request in it is over: the KV of what it fed is in the pool."""
+        request.computed += request.step_tokens
         self.step_failed(request)
-        request.computed += 1
 
     def step_failed(self, request: DecodeRequest) -> None:
         """A step with this request in it is over, and yielded nothing."""
         assert request.is_in_step, request.request
-        request.is_in_step = False
+        request.step_tokens = 0
 
     def first_token(self, request: DecodeRequest, cached_tokens: int, now: float) -> None:
         """Its prefill has been computed; what is left of its room is the transfer."""
         assert request.state is RequestState.PREFILLING, request.state
         if not request.output_tokens:
             request.cached_tokens = cached_tokens
+        request.end_phase("prefill", now)
+
+    def prefilled_here(self, request: DecodeRequest, now: float) -> None:
+        """All of its prompt has been computed by steps here."""
+        assert request.prefills_here, request.request
+        assert request.computed == len(request.tokens), (request.computed, len(request.tokens))
+        request.end_prompt()
         request.end_phase("prefill", now)
 
     def take_token(self, request: DecodeRequest, token: int) -> FinishReason | None:
@@ -284,7 +359,8 @@ class DecodeScheduler:
             assert (request.room is not None) == (request.state is RequestState.PREFILLING)
             assert is_running or not request.pages, request.request
             assert is_running or not request.is_in_step, request.request
+            assert is_running or not request.prefills_here, request.request
             assert request.is_in_step or request.ended is None, request.request
             if is_running:
-                covered = request.computed + request.is_in_step
+                covered = request.computed + request.step_tokens
                 assert self._layout.pages_for(covered) <= len(request.pages), request.request

@@ -331,3 +331,34 @@ def test_who_can_serve_is_found_again_when_pairs_change_and_only_then(registry: 
     registry.on_register(prefill(1, seq=4), 0.4)
     registry.on_gone(Incarnation(9), 0.4)
     assert registry.decodes() == []
+
+
+# Decode workers that compute prompts themselves
+
+
+def test_one_that_computes_prompts_itself_serves_without_prefill_workers(
+    registry: Registry,
+) -> None:
+    registry.on_register(decode(9, local_prefill=True), 0.0)
+    assert [worker.incarnation for worker in registry.decodes()] == [9]
+    is_ready, reasons = registry.readiness()
+    assert is_ready
+    assert reasons[0].startswith("degraded")
+    assert "no prefill worker" in reasons
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(decode(9, seq=2, pairs=(1,), local_prefill=True), 0.0)
+    assert registry.readiness() == (True, [])
+    registry.on_gone(Incarnation(1), 0.5)
+    assert registry.readiness()[0], "its last prefill worker is gone"
+    registry.on_register(decode(9, seq=3, local_prefill=True, healthy=False), 1.0)
+    assert not registry.readiness()[0], "not healthy: nobody"
+
+
+def test_without_it_the_last_prefill_workers_end_is_the_end_of_service(registry: Registry) -> None:
+    registry.on_register(prefill(1), 0.0)
+    registry.on_register(decode(9, pairs=(1,)), 0.0)
+    assert registry.readiness() == (True, [])
+    registry.on_gone(Incarnation(1), 0.5)
+    is_ready, reasons = registry.readiness()
+    assert not is_ready
+    assert "no prefill worker" in reasons

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdrt.config import ProtocolConfig
+from pdrt.config import GatewayConfig, ProtocolConfig
 from pdrt.gateway.attempts import AttemptEvent, Attempts, AttemptState
 from pdrt.gateway.effects import Assigned, Deliver, Effect, Ended, Send, Submission
 from pdrt.gateway.prefix_index import Prompt
@@ -38,7 +38,7 @@ class World:
         self.workers = [A, B, C]
         self.demands: list[Demand] = []
         self.learnt: list[tuple[Incarnation | None, int]] = []
-        self.requests = Requests(GATEWAY, ProtocolConfig(), 4, 3, self)
+        self.requests = Requests(GATEWAY, GatewayConfig(requests_max=4, attempts_max=3), self)
 
     def learn(self, route: Route, prefill: Incarnation | None, cached_tokens: int) -> None:
         self.learnt.append((prefill, cached_tokens))
@@ -362,3 +362,127 @@ def test_an_unlisted_event_raises_and_changes_nothing() -> None:
         attempts.move(attempt, AttemptEvent.EXPIRED)
     assert attempt.state is AttemptState.RUNNING
     attempts.check_invariants()
+
+
+# Without a decode worker
+
+
+def begun(world: World) -> None:
+    """One token is delivered, and its worker, the only one, is lost."""
+    world.open()
+    world.requests.on_tokens(tokens(0, 10), 1.0)
+    world.workers = []
+    assert world.requests.on_worker_lost(A, 2.0) == []
+    assert (world.requests.waiting, world.requests.attempts) == (1, 0)
+
+
+def test_one_that_has_begun_waits_and_goes_on_with_the_next_token(world: World) -> None:
+    begun(world)
+    assert world.requests.on_tick(3.0) == []
+    world.requests.check_invariants()
+    assert world.requests.take(1, 1, 3.0) == []
+    world.workers = [B]
+    assert world.requests.on_tick(4.0) == [Assigned(1, B, 4), submit((10,), 1, B, 596.0)]
+    assert world.requests.waiting == 0
+    assert world.requests.on_tick(4.1) == [Send(Credit(request_id(attempt=1), B, 1))]
+    assert world.requests.on_tokens(tokens(1, 11, attempt=1, worker=B), 5.0) == [
+        Deliver(1, (11,), 0)
+    ]
+
+
+def test_one_without_a_token_waits_too_once_it_was_taken(world: World) -> None:
+    world.open()
+    world.workers = []
+    assert world.requests.on_worker_lost(A, 2.0) == []
+    world.workers = [A]
+    (assigned, _) = world.requests.on_tick(3.0)
+    assert assigned == Assigned(1, A, 3), "the same one, come back"
+
+
+def test_new_ones_are_refused_at_once_meanwhile(world: World) -> None:
+    begun(world)
+    assert world.open() == [Ended(2, FinishReason.UNAVAILABLE, "no pair of workers can serve now")]
+    assert world.requests.waiting == 1
+
+
+def test_the_wait_is_bounded(world: World) -> None:
+    begun(world)
+    assert world.requests.on_tick(61.9) == []
+    assert world.requests.on_tick(62.2) == [
+        Ended(1, FinishReason.UNAVAILABLE, "the decode worker was lost")
+    ]
+    assert len(world.requests) == 0
+
+
+def test_looking_in_vain_does_not_prolong_it(world: World) -> None:
+    begun(world)
+    ends = [effects for step in range(20, 700) if (effects := world.requests.on_tick(step / 10))]
+    assert len(ends) == 1
+    assert len(world.requests) == 0
+
+
+def test_the_deadline_ends_the_wait(world: World) -> None:
+    world.open(deadline=5.0)
+    world.workers = []
+    world.requests.on_worker_lost(A, 2.0)
+    assert world.requests.on_tick(5.0) == [
+        Ended(1, FinishReason.DEADLINE, "the request took too long")
+    ]
+
+
+def test_a_client_that_goes_away_and_a_shutdown_end_the_wait(world: World) -> None:
+    begun(world)
+    assert world.requests.abandon(1, "client_gone", 3.0) == []
+    assert len(world.requests) == 0
+    world.workers = [A]
+    world.open()
+    world.workers = []
+    world.requests.on_worker_lost(A, 4.0)
+    assert world.requests.shut_down(5.0) == [
+        Ended(2, FinishReason.UNAVAILABLE, "the gateway is shutting down")
+    ]
+
+
+def test_one_that_leaves_in_mid_answer_is_waited_for(world: World) -> None:
+    """A drained worker that is the only one, and is started anew."""
+    world.workers = [A]
+    world.open()
+    world.requests.on_tokens(tokens(0, 10), 1.0)
+    assert world.requests.on_finished(finished(FinishReason.UNAVAILABLE), 2.0) == []
+    world.workers = [A, B]
+    (assigned, _) = world.requests.on_tick(3.0)
+    assert assigned == Assigned(1, B, 4)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.FAILED, FinishReason.UNAVAILABLE])
+def test_a_failure_is_not_waited_out(world: World, reason: FinishReason) -> None:
+    """Nor one that was turned away before its first token."""
+    world.workers = [A]
+    world.open()
+    if reason is FinishReason.FAILED:
+        world.requests.on_tokens(tokens(0, 10), 1.0)
+    assert world.requests.on_finished(finished(reason, detail="why"), 2.0) == [
+        Ended(1, reason, "why")
+    ]
+
+
+def test_who_took_this_gateway_for_lost_may_go_on_with_it(world: World) -> None:
+    world.workers = [A]
+    world.open()
+    world.requests.on_tokens(tokens(0, 10), 1.0)
+    assert world.requests.on_finished(finished(FinishReason.CANCELLED), 2.0) == [
+        Assigned(1, A, 4),
+        submit((10,), 1, A, 598.0),
+    ]
+
+
+def test_held_output_is_given_up_while_it_waits(world: World) -> None:
+    """Nobody has seen it, and the answer begins with what it waits for."""
+    world.open(prompt_logprobs=0)
+    world.requests.on_tokens(tokens(0, 10), 1.0)
+    world.workers = []
+    assert world.requests.on_worker_lost(A, 2.0) == []
+    world.workers = [B]
+    (_, sent) = world.requests.on_tick(3.0)
+    assert isinstance(sent, Send) and isinstance(sent.message, Submit)
+    assert sent.message.output_token_ids == ()

@@ -303,3 +303,27 @@ def test_idle_workers_keep_their_conversations(workers: int, clients: int, turns
     assert all(len(home) == 1 for home in homes.values())
     counts = Counter(worker for home in homes.values() for worker in home)
     assert max(counts.values()) <= -(-clients // workers)
+
+
+# Decode workers that compute prompts themselves
+
+
+def test_one_that_is_paired_is_preferred_to_one_that_would_compute_the_prompt() -> None:
+    busy = Load(running=7, pages_free=0, pages_total=1000)
+    router = router_of(
+        prefill(1),
+        decode(8, load=IDLE, local_prefill=True),
+        decode(9, pairs=(1,), load=busy, local_prefill=True),
+    )
+    assert choose(router).decode == 9
+    assert choose(router, refused=(9,)).decode == 8
+    assert choose(router, tried=(9,)).decode == 8, "one that was tried comes last"
+
+
+def test_a_route_without_prefill_workers() -> None:
+    router = router_of(
+        decode(8, load=IDLE, local_prefill=True), decode(9, load=IDLE, local_prefill=True)
+    )
+    route = choose(router)
+    assert (route.prefill_endpoints, route.prefill, route.prefill_tokens) == ((), None, 0)
+    assert choose(router).decode != route.decode, "equals take turns"

@@ -13,7 +13,7 @@ import pytest
 
 from pdrt.protocol.gateway_messages import FinishReason, Role, Submit
 from pdrt.protocol.messages import PROTOCOL_VERSION
-from tests.gateway.conftest import KEY, Deploy, Deployment, eventually
+from tests.gateway.conftest import HANG_SECONDS, KEY, Deploy, Deployment, eventually
 from tests.gateway.stand_in import StandIn, begins, says
 
 VERSION = bytes([PROTOCOL_VERSION])
@@ -100,11 +100,39 @@ async def test_duplicates_are_dropped(deployment: Deployment) -> None:
     assert await text_of(await deployment.chat(stream=True)) == (TEXT, "stop")
 
 
-async def test_the_last_worker_lost_ends_the_stream_with_an_error(deployment: Deployment) -> None:
+async def test_the_last_worker_lost_ends_the_stream_with_an_error(deploy: Deploy) -> None:
+    async with deploy(worker_wait_seconds=0.2) as deployment:
+        _, decode = await deployment.pair()
+        continue_on(deployment, (decode, decode), lose)
+        with pytest.raises(openai.APIError, match="the decode worker was lost"):
+            await text_of(await deployment.chat(stream=True))
+
+
+async def test_a_stream_waits_for_the_last_workers_successor(deployment: Deployment) -> None:
+    """New clients are told to come back meanwhile."""
     _, decode = await deployment.pair()
     continue_on(deployment, (decode, decode), lose)
-    with pytest.raises(openai.APIError, match="the decode worker was lost"):
-        await text_of(await deployment.chat(stream=True))
+    answer = asyncio.create_task(text_of(await deployment.chat(stream=True)))
+    await eventually_waiting(deployment)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await deployment.chat()
+    assert caught.value.status_code == 503
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    successor = deployment.stand_in(Role.DECODE)
+    continue_on(deployment, (successor, successor), lose)
+    assert await answer == (TEXT, "stop")
+    (submit,) = successor.submits
+    assert submit.output_token_ids == tuple(deployment.ids(TEXT)[:7])
+
+
+async def eventually_waiting(deployment: Deployment) -> None:
+    """Its request has lost its worker, and waits."""
+    async with asyncio.timeout(HANG_SECONDS):
+        while True:
+            gateway = (await deployment.http.get("/status")).json()["gateway"]
+            if (gateway["requests"], gateway["attempts"]) == (1, 0):
+                return
+            await asyncio.sleep(0.01)
 
 
 async def test_a_draining_worker_gets_nothing_new(deployment: Deployment) -> None:

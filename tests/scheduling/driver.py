@@ -10,12 +10,14 @@ from pdrt.decode.pages import DecodePages, RoomPages
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
-from pdrt.scheduling.decode import DecodeScheduler, StepPlan
-from pdrt.scheduling.decode_request import DecodeRequest
+from pdrt.scheduling.decode import DecodeScheduler, StepLimits, StepPlan
+from pdrt.scheduling.decode_request import DecodeRequest, LocalReason
 from tests.scheduling.grants import LAYOUT, prompt, room, submit
 
 EOS = 2
 LIMIT = 64
+STEP = (16, 6)
+"""Prompt tokens of a step, alone and beside sequences that decode."""
 
 
 class Decode:
@@ -26,7 +28,7 @@ class Decode:
     ) -> None:
         self.pages = PageTable(pages)
         self.kv = DecodePages(self.pages, LAYOUT, is_caching)
-        self.scheduler = DecodeScheduler(LAYOUT, LIMIT, seqs, unread, (EOS,))
+        self.scheduler = DecodeScheduler(LAYOUT, LIMIT, StepLimits(seqs, *STEP), unread, (EOS,))
         self.now = 0.0
         self.like: int | None = None
         """Whose prompt those that are submitted next begin with; each its own if None."""
@@ -68,6 +70,19 @@ class Decode:
         self.check()
         return request
 
+    def begin_here(self) -> DecodeRequest | None:
+        """The head's prompt is computed by steps, if there are pages for it."""
+        request = self.scheduler.head()
+        if request is None:
+            return None
+        begin = self.kv.begin(request, self.scheduler.pages_here(request), 0)
+        if begin is None:
+            return None
+        why = LocalReason.UNPAIRED
+        self.scheduler.begin_here(request, why, begin.pages, begin.cached_tokens, self.now)
+        self.check()
+        return request
+
     def first_token(self, request: DecodeRequest) -> FinishReason | None:
         self.scheduler.first_token(request, 0, self.now)
         return self.take_token(request)
@@ -103,6 +118,8 @@ class Decode:
     def plan(self) -> list[int]:
         """Serials of those in the next step, which runs from now on."""
         self.step = self.scheduler.plan(self.kv, self.now)
+        assert all(map(self.kv.is_writable, self.step.sequences))
+        assert self.step.tokens == sum(r.step_tokens for r in self.step.sequences)
         self.check()
         return [request.request.serial for request in self.step.sequences]
 
@@ -117,20 +134,32 @@ class Decode:
             self.scheduler.stepped(request)
             if request.ended is not None:
                 self.remove(request)
+            elif request.prefills_here and request.computed < len(request.tokens):
                 continue
-            ends[request.request.serial] = end = self.take_token(request)
-            if end is not None:
-                self.remove(request)
+            else:
+                ends[request.request.serial] = end = self._token_after(request)
+                if end is not None:
+                    self.remove(request)
         self.step = None
         self.check()
         return ends
 
+    def _token_after(self, request: DecodeRequest) -> FinishReason | None:
+        if request.prefills_here:
+            self.kv.keep(request)
+            self.scheduler.prefilled_here(request, self.now)
+        wants_token = self.scheduler.wants_token(request)
+        return self.take_token(request) if wants_token else FinishReason.LENGTH
+
     def fail_step(self) -> None:
+        """Prompts in it bear the blame alone."""
         assert self.step is not None
+        has_prompts = any(request.prefills_here for request in self.step.sequences)
         for request in self.step.sequences:
             self.scheduler.step_failed(request)
-            self.kv.release(request)
-            self.scheduler.remove(request)
+            if request.prefills_here or not has_prompts or request.ended is not None:
+                self.kv.release(request)
+                self.scheduler.remove(request)
         self.step = None
         self.check()
 

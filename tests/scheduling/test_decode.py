@@ -338,6 +338,10 @@ class DecodeMachine(RuleBasedStateMachine):
     def admit(self) -> None:
         self.decode.admit()
 
+    @rule()
+    def begin_here(self) -> None:
+        self.decode.begin_here()
+
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
         request = self.some(data, RequestState.PREFILLING)
@@ -422,7 +426,7 @@ class DecodeMachine(RuleBasedStateMachine):
         if hasattr(self, "decode"):
             self.decode.check()
             scheduler = self.decode.scheduler
-            assert scheduler.running <= scheduler._max_num_seqs
+            assert scheduler.running <= scheduler._limits.sequences
             rooms = {r.room.serial for r in scheduler.requests.values() if r.room}
             assert rooms | set(self.draining) == self.decode.leases.keys()
 
