@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig])
     if request.parent_pid is not None:
         die_with_parent(request.parent_pid)
     show_stacks_when_asked()
+    _allow_open_files()
     observe = request.config.observe
     setup_logging(role, observe.log_level, observe.log_format)
     for warning in security_warnings(request.config):
@@ -84,6 +86,13 @@ def _prepare(role: str, request: Request[WorkerConfig] | Request[GatewayConfig])
         tell(facts)
 
     return announce
+
+
+def _allow_open_files() -> None:
+    """As many as this user may have: a gateway takes one per client, a decode worker five per
+    prefill worker. The usual soft limit, 1024, is for programs that call select(2)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextmanager

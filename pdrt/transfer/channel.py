@@ -27,6 +27,7 @@ from pdrt.transfer.handshake import (
     open_socket,
     protect_bound,
     protect_dialling,
+    shared_context,
 )
 
 log = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class RouterChannel(_Channel):
         self._silent_until: dict[Failure, float] = {}
         self._authenticator: Authenticator | None = None
         # Who is asked for keys is a matter of the context: one with a key has its own.
-        self._context: Context = zmq.Context.instance() if key is None else zmq.Context()
+        self._context: Context = shared_context() if key is None else zmq.Context()
         socket = _make_socket(self._context, zmq.ROUTER, frame_bytes_max)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -252,7 +253,7 @@ class DealerChannel(_Channel):
         self._dial()
 
     def _dial(self) -> None:
-        socket = _make_socket(zmq.Context.instance(), zmq.DEALER, self._frame_bytes_max)
+        socket = _make_socket(shared_context(), zmq.DEALER, self._frame_bytes_max)
         socket.setsockopt(zmq.ROUTING_ID, self._routing_id)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         if self._key is not None:

@@ -27,6 +27,10 @@ HANDSHAKE_MS = 5000
 EVENTS_PER_TURN = 64
 """Read before other callbacks of the loop get their turn."""
 
+SOCKETS_MAX = 8192
+"""Of a process. A channel takes three: its own, and two that tell of its handshakes. libzmq's own
+bound, 1023, is a third of what `prefill_endpoints_max` peers take."""
+
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -55,6 +59,13 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
         return context.socket(kind)
     except zmq.ZMQError as error:
         raise OSError(error.errno, error.strerror) from error
+
+
+def shared_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Of all sockets but those bound with a key."""
+    context = zmq.Context.instance()
+    context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)  # of no effect once there is a socket
+    return context
 
 
 def protect_bound(socket: zmq.Socket[bytes], key: ClusterKey) -> None:

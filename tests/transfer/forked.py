@@ -11,7 +11,9 @@ from typing import Any
 from pdrt.cli.child import die_with_parent
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.prefill.process", "tests.scale.host", "tests.transfer.receiver"])
+CONTEXT.set_forkserver_preload(
+    ["tests.prefill.process", "tests.scale.host", "tests.transfer.receiver"]
+)
 
 START_SECONDS = 120.0
 """The first one waits for the imports."""

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from pdrt.config import ProtocolConfig
 from pdrt.errors import ConfigError
 from pdrt.transfer import channel
 from pdrt.transfer.channel import DealerChannel, RouterChannel
+from pdrt.transfer.handshake import shared_context
 from tests.decode.deployment import until
 
 FRAME_BYTES = 1 << 20
@@ -261,3 +263,9 @@ async def test_a_host_that_is_not_ours(host: str) -> None:
 async def test_a_bad_endpoint(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="not an address"):
         DealerChannel(endpoint, b"wa", lambda _: None, FRAME_BYTES)
+
+
+def test_libzmq_has_sockets_for_as_many_peers_as_a_worker_may_know() -> None:
+    """Its own bound is 1023, and a channel takes three."""
+    peers_max = ProtocolConfig().prefill_endpoints_max
+    assert int(shared_context().get(zmq.MAX_SOCKETS)) >= 3 * peers_max

@@ -73,13 +73,13 @@ def memory(available: int, pool: int, workers: int = 2) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """RLIMIT_NOFILE."""
+    """RLIMIT_NOFILE. A role raises its own to the hard limit."""
     name, shown = "open files", f"{_limit(soft)} (hard {_limit(hard)})"
-    if _is_below(soft, FILES_MIN):
-        return fails(name, shown, f"ulimit -n {FILES_GOOD}")
-    if _is_below(soft, FILES_GOOD):
-        text = f"{shown}: a gateway holds one per client and serves fewer than {soft}"
-        return warning(name, text, f"ulimit -n {FILES_GOOD}")
+    if _is_below(hard, FILES_MIN):
+        return fails(name, shown, f"ulimit -Hn {FILES_GOOD}")
+    if _is_below(hard, FILES_GOOD):
+        text = f"{shown}: a gateway holds one per client and serves fewer than {hard}"
+        return warning(name, text, f"ulimit -Hn {FILES_GOOD}")
     return ok(name, shown)
 
 
