@@ -80,7 +80,7 @@ def real(_real_up: Deployment) -> Iterator[Deployment]:
 @pytest.fixture(scope="session")
 def _tiny_up(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Deployment]:
     with Deployment(tmp_path_factory.mktemp("up"), str(tiny_model)) as deployment:
-        deployment.up(*TINY_FLAGS)
+        deployment.up(*TINY_FLAGS, "--hang-seconds-max", "8")
         deployment.wait_ready()
         yield deployment
         deployment.assert_holds_nothing_named()
@@ -88,7 +88,7 @@ def _tiny_up(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iter
 
 @pytest.fixture
 def tiny_up(_tiny_up: Deployment) -> Iterator[Deployment]:
-    """The tiny model under `pdrt up`. Whole after every test."""
+    """The tiny model under `pdrt up`, which kills what hangs for 8 s. Whole after every test."""
     yield _tiny_up
     _tiny_up.wait_whole()
 
