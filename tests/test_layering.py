@@ -42,6 +42,7 @@ PURE = (
     "kv/layout.py",
     "kv/pages.py",
     "kv/prefix.py",
+    "transfer/liveness.py",
     "gateway/prefix_index.py",
     "gateway/chat",
     "gateway/router.py",
