@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from pdrt.gateway.hub import Hub
 from pdrt.gateway.responses import DONE, Head, Usage, WholeChoice
 from pdrt.gateway.stream import Outputs, OutputStream
 from pdrt.ids import short
+from pdrt.observe.http_server import DirectBody
 from pdrt.observe.tracing import Span
 from pdrt.protocol.gateway_messages import FinishReason
 
@@ -106,12 +107,12 @@ class Answer:
         """Some of it takes long."""
         return work() if items <= INLINE_ITEMS_MAX else await self._beside(work)
 
-    async def events(self, receive: Receive, send: Send) -> None:
+    async def events(self, receive: Receive, send: Send, direct: DirectBody | None = None) -> None:
         """The response as server-sent events.
 
         Raises `ApiError` while nothing is sent yet; after that an error is an event.
         """
-        writer = EventWriter(send, self._job.choices)
+        writer = EventWriter(send, direct, self._job.choices)
 
         async def write() -> _Ending:
             ending = await self._consume(writer.emit)
@@ -126,7 +127,9 @@ class Answer:
         if ending.error is not None and not writer.is_started:
             raise ending.error
 
-    async def _run(self, receive: Receive, work: Callable[[], Awaitable[_Ending]]) -> _Ending:
+    async def _run(
+        self, receive: Receive, work: Callable[[], Coroutine[None, None, _Ending]]
+    ) -> _Ending:
         """Begin the requests, do `work` while watching for the client's disconnect, then close
         them."""
         ending = _Ending("failed")
@@ -138,7 +141,8 @@ class Answer:
             async with asyncio.timeout(seconds_max), asyncio.TaskGroup() as group:
                 watcher = group.create_task(self._watch(receive))
                 await self._open_others()
-                ending = await work()
+                # A task of its own: this one would be resumed layer by layer, once per token.
+                ending = await group.create_task(work())
                 watcher.cancel()
         except TimeoutError:
             ending = _STALLED

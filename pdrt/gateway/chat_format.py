@@ -18,7 +18,16 @@ from pdrt.gateway.chat.deltas import (
 )
 from pdrt.gateway.chat.output import OutputParser
 from pdrt.gateway.logprobs import LogprobsFormat, Scored, TokenNames, prompt_logprobs
-from pdrt.gateway.responses import ChunkUsage, Head, Piece, PromptShown, WholeChoice, encoder, event
+from pdrt.gateway.responses import (
+    ChunkUsage,
+    Head,
+    Piece,
+    PlainEvents,
+    PromptShown,
+    WholeChoice,
+    encoder,
+    event,
+)
 from pdrt.gateway.schema.answers import (
     CalledFunction,
     CalledFunctionDelta,
@@ -89,6 +98,7 @@ class ChatEvents:
         """What the first event, of the role, shows of it; None when that was sent."""
         self._has_calls = False
         self._is_plain = parser is None and not shown.token_ids
+        self._plain: PlainEvents | None = None
 
     def begin(self, prompt: PromptShown) -> None:
         self._prompt = prompt
@@ -96,8 +106,10 @@ class ChatEvents:
     def push(self, piece: Piece, usage: ChunkUsage) -> bytes:
         # What most events are.
         if self._is_plain and self._prompt is None and piece.text and not piece.scored:
-            choice = ChatChunkChoice(self._index, ChatDelta(content=piece.text))
-            return self._chunk(choice, usage)
+            if self._plain is None or self._plain.usage != usage:
+                choice = ChatChunkChoice(self._index, ChatDelta(content=""))
+                self._plain = PlainEvents(self._chunk(choice, usage), b'"content":', usage)
+            return self._plain.encode(piece.text)
         return self._events(piece, usage, is_last=False)
 
     def finish(self, piece: Piece, finish_reason: FinishedBy, usage: ChunkUsage) -> bytes:

@@ -26,6 +26,7 @@ from pdrt.gateway.responses import Head, Renderer
 from pdrt.gateway.schema.parsing import parse_chat, parse_completion
 from pdrt.gateway.served_model import Parse, ServedModel
 from pdrt.gateway.text import TextAssembler
+from pdrt.observe.http_server import DIRECT_BODY
 
 
 class _Events(Response):
@@ -36,7 +37,8 @@ class _Events(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer.events(receive, send)
+        direct = scope.get("extensions", {}).get(DIRECT_BODY)
+        await self._answer.events(receive, send, direct)
 
 
 class Completions:

@@ -10,19 +10,27 @@ from pdrt.gateway.choice import Choice
 from pdrt.gateway.errors import ApiError
 from pdrt.gateway.responses import error_event
 from pdrt.ids import Incarnation, short
+from pdrt.observe.http_server import DirectBody
 
 
 class EventWriter:
     """The events of one response. `send` returns once the connection's buffer is below its high
-    water mark, so awaiting it is what makes us as slow as the client."""
+    water mark, so awaiting it is what makes us as slow as the client; `direct` is open while it is
+    below."""
 
-    def __init__(self, send: Send, choices: Sequence[Choice]) -> None:
+    def __init__(self, send: Send, direct: DirectBody | None, choices: Sequence[Choice]) -> None:
+        """`direct`: None where the server has none."""
         self._send = send
+        self._direct = direct
         self._choices = choices
         self.is_started = False
 
     async def emit(self, data: bytes) -> None:
         """Events, which may be none; the first call starts the response."""
+        if self._direct is not None and self._direct.is_open:
+            if data:
+                self._direct.write(data)
+            return
         if not self.is_started:
             self.is_started = True
             await self._send(_event_stream_start(self._choices))

@@ -41,7 +41,10 @@ from pdrt.protocol.gateway_messages import (
 )
 
 CREDIT_STRIDE_TOKENS = 16
-"""A credit is sent when so many tokens were taken since the last one, or at the next tick."""
+"""A credit is sent when so many tokens were taken since the last one."""
+CREDIT_QUIET_SECONDS = 0.25
+"""Or when the attempt has said nothing for so long: it may wait for the rest. One that speaks does
+not, and a credit to each at every tick would be nearly one per token."""
 CREDIT_RESEND_SECONDS = 1.0
 """Pause between credits to an attempt that says nothing. A credit may have been lost; and a worker
 that lost the request (its `Submit` never came, or its `Finished` was dropped) answers one with
@@ -270,8 +273,11 @@ class Requests:
                 effects += self._end(serial, FinishReason.DEADLINE, "the request took too long")
             elif attempt is None:
                 effects += self._look(serial, request, now) if looks else []
-            elif request.taken > attempt.credited or now - attempt.heard >= CREDIT_RESEND_SECONDS:
-                effects.append(self._attempts.credit(attempt, request.taken, now))
+            else:
+                has_rest = request.taken > attempt.credited
+                pause = CREDIT_QUIET_SECONDS if has_rest else CREDIT_RESEND_SECONDS
+                if now - attempt.heard >= pause:
+                    effects.append(self._attempts.credit(attempt, request.taken, now))
         return effects + list(self._attempts.on_tick(now))
 
     def _look(self, serial: int, request: RequestState, now: float) -> list[Effect]:

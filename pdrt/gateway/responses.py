@@ -143,6 +143,25 @@ def event(chunk: object) -> bytes:
     return b"data: " + encoder.encode(chunk) + b"\n\n"
 
 
+class PlainEvents:
+    """Events that differ in a text only: what is around it is encoded once.
+
+    Attributes:
+        usage: what they say of it.
+    """
+
+    def __init__(self, without_text: bytes, key: bytes, usage: ChunkUsage) -> None:
+        """`without_text`: such an event, whose text is the empty string behind `key`."""
+        # Quotes within strings are escaped: nothing that a client named can look like this.
+        self._before, mark, self._after = without_text.partition(key + b'""')
+        assert mark, without_text
+        self._before += key
+        self.usage = usage
+
+    def encode(self, text: str) -> bytes:
+        return self._before + encoder.encode(text) + self._after
+
+
 def error_event(error: ApiError) -> bytes:
     """Ends a stream that had begun: no `[DONE]`, no finish reason."""
     return b"event: error\ndata: " + error.body + b"\n\n"

@@ -60,6 +60,8 @@ class StopMatcher:
     def push(self, text: str) -> str:
         """The text that may be shown now. Sets `stopped` when a stop string is complete."""
         assert not self.stopped, "text after a stop string"
+        if not self._stops:
+            return text
         new, text = text, self._held + text
         end, start = min(
             ((at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0),
@@ -72,7 +74,7 @@ class StopMatcher:
             return text[: end if self._shows_stop else start]
         for beginning in self._beginnings:
             beginning.push(new)
-        cut = len(text) - max((beginning.length for beginning in self._beginnings), default=0)
+        cut = len(text) - max(beginning.length for beginning in self._beginnings)
         self._held = text[cut:]
         return text[:cut]
 

@@ -30,21 +30,28 @@ class Outputs:
         self.client_gone = False
         self._news: list[OutputStream] = []
         """In the order in which they got it, each once."""
-        self._event = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """What the task waits for, if it does. It waits once per token: for a future, which is
+        what an `asyncio.Event` would make anew each time."""
 
     def add(self, stream: OutputStream) -> None:
         self._news.append(stream)
-        self._event.set()
+        self._wake()
 
     def note_client_gone(self) -> None:
         self.client_gone = True
-        self._event.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def receive(self) -> list[OutputStream]:
         """Those with something new, as soon as there is one, or the client is gone. May be
         cancelled without loss."""
-        await self._event.wait()
-        self._event.clear()
+        if not self._news and not self.client_gone:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         news, self._news = self._news, []
         return news
 

@@ -44,6 +44,8 @@ class TextAssembler:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add; tokens after a stop string are ignored."""
+        if len(token_ids) == 1 and not self._matcher.stopped:
+            return self._push(token_ids[0])
         return "".join([self._push(token) for token in token_ids if not self.stopped])
 
     def _push(self, token: int) -> str:

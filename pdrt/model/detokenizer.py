@@ -27,6 +27,27 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
+class TokenTexts:
+    """Texts of single tokens, where a text is nothing but the bytes of its tokens joined: there,
+    between two characters, a token's text does not depend on the tokens before it."""
+
+    def __init__(self, decoder: Decoder, skip_special_tokens: bool) -> None:
+        self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
+        self._texts: dict[int, str] = {}
+        """As far as they have been needed; no more than the vocabulary, as others are empty."""
+
+    def __call__(self, token_id: int) -> str:
+        """Empty where it has none, or may hold a part of a character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._decoder.decode([token_id], self._skip_special_tokens)
+            if not text or REPLACEMENT in text:
+                return ""
+            self._texts[token_id] = text
+        return text
+
+
 class Detokenizer:
     """The text of one output, as it grows. A token costs the decoding of a few.
 
@@ -39,24 +60,36 @@ class Detokenizer:
         decoder: Decoder,
         skip_special_tokens: bool = True,
         prompt_ids: Sequence[int] = (),
+        texts: TokenTexts | None = None,
     ) -> None:
-        """Start after `prompt_ids`; without them the text is decoded as one that begins here."""
+        """Start after `prompt_ids`; without them the text is decoded as one that begins here.
+        `texts`: of the same decoder, if it is one whose tokens are bytes."""
         self._decoder = decoder
+        self._texts = texts
         self._skip_special_tokens = skip_special_tokens
         self._window = list(prompt_ids[-PROMPT_TAIL_TOKENS:])
         """Tokens from a character's boundary on."""
         self._settled = len(self._window)
         """Tokens of the window whose text has been sent: a character's boundary, too."""
+        text = self._decode()
         # A prompt may end within a character, which is then sent whole, once it is known.
-        self._sent = len(self._decode().rstrip(REPLACEMENT))
+        self._sent = len(text.rstrip(REPLACEMENT))
         """Characters of the window's text that have been sent."""
+        self._is_between = not text.endswith(REPLACEMENT)
+        """All of the window has been sent, and ends with a character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; the text that they make final, often a token's, sometimes none."""
+        if self._texts is not None and self._is_between and len(token_ids) == 1:
+            text = self._texts(token_ids[0])
+            if text:  # as `_settle` would have it
+                self._window, self._settled, self._sent = list(token_ids), 1, len(text)
+                return text
         self._window.extend(token_ids)
         text = self._decode()
         if not text.endswith(REPLACEMENT):
             return self._settle(text)
+        self._is_between = False
         if len(token_ids) > 1:
             # Many at once that end within a character: what is before it is found one by one.
             del self._window[-len(token_ids) :]
@@ -88,6 +121,7 @@ class Detokenizer:
             self._sent = len(self._decode())
         elif len(self._window) - self._settled > HELD_TOKENS_MAX:
             del self._window[self._settled :]
+        self._is_between = len(self._window) == self._settled
         return new
 
     def _give_up(self, text: str) -> str:

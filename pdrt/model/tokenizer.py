@@ -10,7 +10,7 @@ from typing import Any
 
 from pdrt.errors import ModelError
 from pdrt.model.chat_template import ChatTemplate
-from pdrt.model.detokenizer import Detokenizer
+from pdrt.model.detokenizer import Detokenizer, TokenTexts
 from pdrt.model.token_bytes import TokenBytes
 from pdrt.model.tokenizer_class import tokenizer_class
 
@@ -47,6 +47,10 @@ class Tokenizer:
         self.chat_template = ChatTemplate(self._inner)
         self.token_bytes = TokenBytes(self._inner)
         self._decode = _decode_of(self._inner)
+        self._texts: dict[bool, TokenTexts] = {}
+        """By whether special tokens are skipped; none where a token's text is not its own."""
+        if _joins_bytes(self._inner):
+            self._texts = {skips: TokenTexts(self, skips) for skips in (False, True)}
         self._special_ids: dict[str, int] = {
             token.content: token_id
             for token_id, token in self._inner.added_tokens_decoder.items()
@@ -80,7 +84,8 @@ class Tokenizer:
         """
         kept = self._special_ids.keys() & set(keep)
         if not skip_special_tokens or not kept:
-            return Detokenizer(self, skip_special_tokens, prompt_ids)
+            texts = self._texts.get(skip_special_tokens)
+            return Detokenizer(self, skip_special_tokens, prompt_ids, texts)
         skipped = frozenset(self._special_ids[name] for name in self._special_ids.keys() - kept)
         return Detokenizer(_Keeping(self, skipped), skip_special_tokens, prompt_ids)
 
@@ -112,18 +117,28 @@ class Tokenizer:
 
 def _decode_of(inner: Any) -> Callable[..., str]:
     """`decode` of a tokenizer of transformers, without clean-up. Where it comes down to that of its
-    backend, that one: called twice per output token, the way there costs more than the work."""
-    from transformers import PreTrainedTokenizerFast
-
-    kind = type(inner)
-    is_plain = isinstance(inner, PreTrainedTokenizerFast) and (
-        kind.decode is PreTrainedTokenizerFast.decode
-        and kind._decode is PreTrainedTokenizerFast._decode
-    )
-    if is_plain:
+    backend, that one: the way there costs more than the work."""
+    if _has_plain_decode(inner):
         decode: Callable[..., str] = inner.backend_tokenizer.decode
         return decode
     return functools.partial(inner.decode, clean_up_tokenization_spaces=False)
+
+
+def _joins_bytes(inner: Any) -> bool:
+    """Decoding is known to join the bytes of the tokens and to do nothing else."""
+    from tokenizers.decoders import ByteLevel
+
+    return _has_plain_decode(inner) and isinstance(inner.backend_tokenizer.decoder, ByteLevel)
+
+
+def _has_plain_decode(inner: Any) -> bool:
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(inner)
+    return isinstance(inner, PreTrainedTokenizerFast) and (
+        kind.decode is PreTrainedTokenizerFast.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    )
 
 
 class _Keeping:

@@ -293,14 +293,15 @@ def test_the_deadline_ends_the_request_here_and_there(world: World) -> None:
     ]
 
 
-def test_credit_goes_out_by_strides_and_the_rest_at_a_tick(world: World) -> None:
+def test_credit_goes_out_by_strides_and_the_rest_in_a_pause(world: World) -> None:
     world.open()
     world.requests.on_tokens(tokens(0, *range(100, 120)), 0.0)
     assert world.requests.take(1, 15, 0.0) == []
     assert world.requests.take(1, 16, 0.0) == [Send(Credit(request_id(), A, 16))]
     assert world.requests.take(1, 20, 0.0) == []
-    assert world.requests.on_tick(0.1) == [Send(Credit(request_id(), A, 20))]
-    assert world.requests.on_tick(0.2) == []
+    assert world.requests.on_tick(0.1) == []
+    assert world.requests.on_tick(0.3) == [Send(Credit(request_id(), A, 20))]
+    assert world.requests.on_tick(0.6) == []
 
 
 def test_what_is_not_taken_is_not_credited(world: World) -> None:
@@ -384,7 +385,7 @@ def test_one_that_has_begun_waits_and_goes_on_with_the_next_token(world: World) 
     world.workers = [B]
     assert world.requests.on_tick(4.0) == [Assigned(1, B, 4), submit((10,), 1, B, 596.0)]
     assert world.requests.waiting == 0
-    assert world.requests.on_tick(4.1) == [Send(Credit(request_id(attempt=1), B, 1))]
+    assert world.requests.on_tick(4.3) == [Send(Credit(request_id(attempt=1), B, 1))]
     assert world.requests.on_tokens(tokens(1, 11, attempt=1, worker=B), 5.0) == [
         Deliver(1, (11,), 0)
     ]

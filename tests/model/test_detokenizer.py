@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from pdrt.model.detokenizer import HELD_TOKENS_MAX, REPLACEMENT, Detokenizer
+from pdrt.model.detokenizer import HELD_TOKENS_MAX, REPLACEMENT, Detokenizer, TokenTexts
 from tests.model.tiny import SENTENCES, make_tokenizer
 
 
@@ -77,6 +77,15 @@ TEXTS = st.lists(
 ).map("".join)
 
 
+TOKEN_IDS = st.lists(
+    st.one_of(
+        st.integers(0, len(TOKENIZERS["byte-level"].inner) - 1).map(lambda token: [token]),
+        TEXTS.map(TOKENIZERS["byte-level"].inner.encode),
+    ),
+    max_size=8,
+).map(lambda parts: [token for part in parts for token in part])
+
+
 def stream(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list[str]:
     """What pushing `ids`, cut before each of `cuts`, and finishing gives."""
     bounds = [0, *sorted(cut for cut in cuts if cut <= len(ids)), len(ids)]
@@ -103,6 +112,19 @@ def test_any_tokens_of_a_byte_level_vocabulary(ids: list[int]) -> None:
     ids = [token % len(tokenizer.inner) for token in ids]
     parts = stream(Detokenizer(tokenizer), ids, list(range(len(ids))))
     assert "".join(parts) == tokenizer.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompt=TOKEN_IDS, ids=TOKEN_IDS, skips=st.booleans())
+def test_texts_of_single_tokens_change_nothing(
+    prompt: list[int], ids: list[int], skips: bool
+) -> None:
+    """Not even at which token which text appears."""
+    tokenizer = TOKENIZERS["byte-level"]
+    slow = Detokenizer(tokenizer, skips, prompt)
+    fast = Detokenizer(tokenizer, skips, prompt, TokenTexts(tokenizer, skips))
+    cuts = list(range(len(ids)))
+    assert stream(fast, ids, cuts) == stream(slow, ids, cuts)
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from pdrt.errors import RequestRefused
 from pdrt.model.token_bytes import TokenBytes
@@ -237,3 +238,12 @@ def test_a_tokenizer_that_decodes_its_own_way_keeps_it() -> None:
     inner.__class__ = Shouting
     ids = inner.encode("the fox")
     assert _decode_of(inner)(ids, skip_special_tokens=True) == "THE FOX"
+
+
+def test_texts_of_single_tokens_are_used_where_tokens_are_bytes(tmp_path: Path) -> None:
+    """And nowhere else: a decoder may drop a space in front, or change what stands between."""
+    for decoder, is_used in ((decoders.ByteLevel(), True), (decoders.Metaspace(), False)):
+        inner = make_tokenizer()
+        inner.backend_tokenizer.decoder = decoder
+        inner.save_pretrained(tmp_path)
+        assert bool(Tokenizer(tmp_path)._texts) == is_used
