@@ -114,3 +114,12 @@ def test_a_collector_that_is_none_is_refused_before_anything_starts(
     observe = ObserveConfig(otlp_endpoint="localhost:4318")
     with pytest.raises(ConfigError, match="--otlp-endpoint"):
         validate(msgspec.structs.replace(config, observe=observe), has_cuda=False)
+
+
+def test_checksums_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_request("prefill", WorkerConfig, ["--kv-checksum"], {}).config
+    assert config.model.kv_checksum
+    validate(config, has_cuda=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'pdrt[checksum]'" in refuse("--kv-checksum")
+    validate(WorkerConfig(), has_cuda=False)
