@@ -63,7 +63,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
 
 def shared_context() -> zmq.Context[zmq.Socket[bytes]]:
     """Of all sockets but those bound with a key."""
-    context = zmq.Context.instance()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)  # of no effect once there is a socket
     return context
 
