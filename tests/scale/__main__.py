@@ -7,8 +7,7 @@ import argparse
 import msgspec
 import uvloop
 
-from pdrt.config import ProtocolConfig
-from tests.scale.scenario import Shape, play
+from tests.scale.scenario import PATIENT, Shape, play
 
 
 def main() -> None:
@@ -24,7 +23,7 @@ def main() -> None:
         options.hosts,
         options.rooms,
         options.guests,
-        ProtocolConfig(),
+        PATIENT,
         options.idle,
     )
     figures = uvloop.run(play(shape))

@@ -26,6 +26,8 @@ from tests.transfer.forked import Forked
 
 HANG_SECONDS = 300.0
 """Whoever waits longer than this hangs."""
+REPORT_SECONDS_MAX = 60.0
+"""For all workers to say how they are."""
 LOOK_SECONDS = 0.05
 
 
@@ -78,10 +80,13 @@ class Cluster:
         """Wait for something that must come, as long as all hosts live."""
 
         async def look() -> bool:
-            assert all(each.process.is_alive() for each in self.hosts), "a host has broken"
+            self._check_hosts()
             return bool(is_true())
 
         await until(look, what)
+
+    def _check_hosts(self) -> None:
+        assert all(each.process.is_alive() for each in self.hosts), "a host has broken"
 
     # Members
 
@@ -131,7 +136,8 @@ class Cluster:
 
     async def statuses(self, *, check: bool) -> list[dict[str, Any]]:
         """Of every worker; with `check`, all of their invariants hold."""
-        reports = await self.hub.inspect(check, HANG_SECONDS)
+        reports = await self.hub.inspect(check, REPORT_SECONDS_MAX)
+        self._check_hosts()
         assert reports.keys() == self.expected, "somebody does not answer"
         assert not [report.broken for report in reports.values() if report.broken]
         return [msgspec.json.decode(report.status) for report in reports.values()]

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from pdrt.config import ProtocolConfig
-from tests.scale.scenario import Shape, play
+from tests.scale.scenario import PATIENT, Shape, play
 
 # Rooms of a decode worker that was killed end with its silence.
 SMALL = Shape(8, 1, 200, 2, ProtocolConfig(silence_seconds=2.0))
-FULL = Shape(64, 4, 2000, 4, ProtocolConfig())
+FULL = Shape(64, 4, 2000, 4, PATIENT)
 
 
 @pytest.mark.e2e
