@@ -81,7 +81,8 @@ class DecodeView:
         reasons = [complaint.text for complaint in self.complaints()]
         if not self._worker.local.is_on and not self._worker.table.usable_endpoints():
             reasons.append("no prefill worker is paired")
-        return reasons
+        reasons += self._worker.links.complaints()
+        return reasons + (["leaving"] if self._worker.is_leaving else [])
 
     def complaints(self) -> list[Complaint]:
         """Why it is not healthy, whoever it is paired with; empty when it is."""

@@ -75,6 +75,7 @@ class PrefillView:
     def reasons(self) -> list[str]:
         """Why it is not ready; empty when it is."""
         reasons = [complaint.text for complaint in self.complaints()]
+        reasons += self._worker.links.complaints()
         return reasons + (["leaving"] if self._worker.is_leaving else [])
 
     def complaints(self) -> list[Complaint]:

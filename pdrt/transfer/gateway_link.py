@@ -130,6 +130,19 @@ class GatewayLinks:
         alive = [link for link in self._links if link.registration.gateway is not None]
         return {e for link in alive or self._links for e in link.registration.prefill_endpoints}
 
+    def complaints(self) -> list[str]:
+        """Why nobody sends anything here, by gateway; empty where one does."""
+        complaints: list[str] = []
+        for link in self._links:
+            registration = link.registration
+            if registration.refusal is not None:
+                complaints.append(f"gateway {registration.endpoint}: {registration.refusal}")
+            elif registration.gateway is None:
+                complaints.append(f"gateway {registration.endpoint} does not answer")
+            else:
+                return []
+        return complaints
+
     def gateways(self) -> list[dict[str, object]]:
         """For the status page."""
         return [

@@ -13,7 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdrt.kv.pages import OwnerKind
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.protocol.gateway_messages import FinishReason
+from pdrt.transfer.engine import OnSettled, WriteRequest
 from pdrt.transfer.liveness import FORWARDS_FAILED_MAX, Ailment
+from pdrt.transfer.local import LocalSender
+from pdrt.transfer.processes import ProcessHandle
 from pdrt.transfer.worker_loop import ExitCode
 from tests.decode.deployment import (
     HANG_SECONDS,
@@ -159,6 +162,49 @@ async def test_a_client_that_does_not_read_is_no_stall(caplog: pytest.LogCapture
         assert "not healthy" not in caplog.text
         pair.gateway.credit(pair.decode.incarnation, stream, 8)
         assert (await stream.end()).reason is FinishReason.LENGTH
+
+
+async def test_a_worker_that_no_gateway_hears_is_not_ready(pair: Pair) -> None:
+    """It would serve; nobody sends it anything."""
+    for worker in (pair.prefill, pair.decode):
+        assert (await probe(worker.http))[0] == 200
+    pair.gateway.is_mute = True
+    # Another life of the gateway, which has not answered yet.
+    for worker in (pair.prefill, pair.decode):
+        for link in worker.links._links:
+            link.registration.gateway = None
+        status, body = await probe(worker.http)
+        assert status == 503
+        assert body["reasons"] == [f"gateway {pair.gateway.address} does not answer"]
+    pair.gateway.is_mute = False
+    for worker in (pair.prefill, pair.decode):
+        await until(lambda worker=worker: not worker.links.complaints(), "an answer")
+        assert (await probe(worker.http)) == (200, {"ready": True, "reasons": []})
+
+
+async def test_an_engine_that_cannot_say_how_a_write_ended_is_fenced(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its completion queue is gone: no acknowledgement will ever come. No page is freed before the
+    writer is dead."""
+    killed: list[int] = []
+    monkeypatch.setattr(ProcessHandle, "kill", lambda handle: killed.append(handle.pid))
+
+    def write(sender: LocalSender, request: WriteRequest, on_settled: OnSettled) -> None:
+        raise RuntimeError("the completion queue is gone")
+
+    monkeypatch.setattr(LocalSender, "write", write)
+    stream = pair.submit(prompt_of(10), 6)
+    await until(lambda: killed, "the fence")
+    for _ in range(5):
+        await pair.gateway.inspect(pair.decode.incarnation)
+    assert in_use(pair.decode.pages, OwnerKind.LEASE) == 3
+    # Its death, which cannot be arranged for this process.
+    writer, endpoint = pair.prefill.incarnation, pair.prefill.handover.endpoint
+    pair.decode.handover.apply(pair.decode.table.writer_dead(endpoint, writer, 0.0))
+    assert in_use(pair.decode.pages, OwnerKind.LEASE) == 0
+    pair.cancel(stream)
+    await stream.end()
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from pdrt.config import GatewayConfig
+from pdrt.gateway import server
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.served_model import ServedModel
 from pdrt.gateway.server import EXIT_BROKEN, serve
 from pdrt.model.identity import ModelIdentity
 from pdrt.model.tokenizer import Tokenizer
+from pdrt.observe.http_server import HttpServer
 from pdrt.protocol.gateway_messages import Role
 from tests.gateway.conftest import HANG_SECONDS, Deployment, eventually
 
@@ -45,6 +47,43 @@ async def test_a_bug_in_the_core_ends_the_gateway(
         monkeypatch.setattr(Hub, method, breaks)
         assert await serving == EXIT_BROKEN
         assert "gateway broke" in caplog.text and "a bug" in caplog.text
+        await deployment.close()
+
+
+@pytest.mark.parametrize("task", ["http", "tick"])
+@pytest.mark.parametrize("end", ["returns", "is cancelled from within"])
+async def test_so_does_a_task_that_ends_without_a_word(
+    task: str,
+    end: str,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    may_end = asyncio.Event()
+
+    async def ends(*arguments: Any, **options: Any) -> None:
+        await may_end.wait()
+        if end != "returns":
+            raise asyncio.CancelledError
+
+    original = HttpServer.serve
+
+    async def serves(http: HttpServer, sockets: Any) -> None:
+        """Until it may end."""
+        running = asyncio.ensure_future(original(http, sockets))
+        await may_end.wait()
+        running.cancel()
+        await ends()
+
+    if task == "http":
+        monkeypatch.setattr(HttpServer, "serve", serves)
+    else:
+        monkeypatch.setattr(server, "_tick", ends)
+    async with asyncio.timeout(HANG_SECONDS):
+        deployment, serving = await start(tokenizer)
+        may_end.set()
+        assert await serving == EXIT_BROKEN
+        assert f"the task '{task}' has ended by itself" in caplog.text
         await deployment.close()
 
 

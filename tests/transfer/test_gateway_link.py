@@ -314,6 +314,31 @@ async def test_worker_that_nobody_answers_says_so(caplog: pytest.LogCaptureFixtu
     gateway.channel.close()
 
 
+async def test_a_worker_that_no_gateway_uses_says_why() -> None:
+    """One that listens is enough."""
+    gateways = Gateway(0xE0), Gateway(0xE1)
+    worker = Worker(*gateways)
+    first, second = (gateway.address for gateway in gateways)
+    silent = [f"gateway {first} does not answer", f"gateway {second} does not answer"]
+    assert worker.links.complaints() == silent
+    await worker.registered(*gateways)
+    assert worker.links.complaints() == []
+    gateways[0].refusal = "the table is full"
+    await until(
+        lambda: worker.tick() and worker.links.gateways()[0]["refusal"], "the first one's refusal"
+    )
+    assert worker.links.complaints() == []
+    gateways[1].refusal = "another protocol"
+    await until(lambda: worker.tick() and worker.links.complaints(), "the second one's")
+    assert worker.links.complaints() == [
+        f"gateway {first}: the table is full",
+        f"gateway {second}: another protocol",
+    ]
+    worker.links.close()
+    for gateway in gateways:
+        gateway.channel.close()
+
+
 async def test_gateway_that_is_named_twice_is_dialled_once(gateway: Gateway) -> None:
     """Two connections under one routing id would take it from each other for ever."""
     worker = Worker(gateway, gateway)
