@@ -51,7 +51,8 @@ PROTOCOL = ProtocolConfig(
     fence_after_seconds=NEVER,
     kill_lost_after_seconds=NEVER,
 )
-SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
+SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, local_prefill="off")
+"""What is handed over here cannot be computed by the decode worker in secret."""
 
 
 async def until(is_true: Callable[[], object], what: str) -> None:

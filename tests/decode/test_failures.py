@@ -226,14 +226,11 @@ async def test_deadline(pair: Pair, tokens_before: int, copies: CopyGate) -> Non
     await pair.serves()
 
 
-OFF = msgspec.structs.replace(SCHEDULER, local_prefill="off")
-
-
 async def test_no_prefill_worker() -> None:
     """Those who wait are told after the silence; one that comes then is used."""
     protocol = msgspec.structs.replace(PROTOCOL, unpaired_seconds_max=0.3)
     deployment = Deployment(GatewayPeer())
-    decode = deployment.add_decode(StandInExecutor(64), deployment.config(protocol, OFF))
+    decode = deployment.add_decode(StandInExecutor(64), deployment.config(protocol))
     await deployment.paired()
     sampling = Sampling(max_tokens=2, temperature=0.0)
     stream = deployment.gateway.submit(decode.incarnation, prompt_of(5), sampling)
@@ -363,7 +360,7 @@ async def test_different_models_are_never_paired() -> None:
     )
     decode = deployment.add_decode(
         StandInExecutor(8, identity_=identity("ours")),
-        deployment.config(msgspec.structs.replace(PROTOCOL, unpaired_seconds_max=0.3), OFF),
+        deployment.config(msgspec.structs.replace(PROTOCOL, unpaired_seconds_max=0.3)),
     )
     gateway = deployment.gateway
 

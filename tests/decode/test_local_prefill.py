@@ -12,6 +12,7 @@ from pdrt.config import SchedulerConfig
 from pdrt.decode.worker import DecodeWorker
 from pdrt.kv.pages import OwnerKind
 from pdrt.protocol.gateway_messages import FinishReason, Usage
+from pdrt.protocol.messages import Reason
 from pdrt.sampling import Grammar, GrammarKind, Sampling
 from pdrt.scheduling import local_prefill
 from pdrt.transfer.worker_loop import ExitCode
@@ -30,7 +31,7 @@ from tests.prefill.executor import StandInExecutor, identity, logprobs_of, outpu
 from tests.transfer.copies import CopyGate
 
 BESIDE = 4
-LOCAL = msgspec.structs.replace(SCHEDULER, local_prefill_tokens=BESIDE)
+LOCAL = msgspec.structs.replace(SCHEDULER, local_prefill="fallback", local_prefill_tokens=BESIDE)
 STEP_TOKENS = SCHEDULER.max_num_batched_tokens
 
 
@@ -38,6 +39,12 @@ STEP_TOKENS = SCHEDULER.max_num_batched_tokens
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for a prefill worker that may come yet."""
     monkeypatch.setattr(local_prefill, "UNPAIRED_SECONDS", 0.0)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with deployed(scheduler=LOCAL) as pair:
+        yield pair
 
 
 class Alone:
@@ -279,7 +286,8 @@ async def test_the_last_prefill_worker_goes_in_the_middle_of_a_prompt() -> None:
     stream = deployment.gateway.submit(decode.incarnation, prompt_of(40), sampling)
     await until(lambda: slow.is_running, "prefill")
     leaving.loop._leave()
-    await until(lambda: not decode.table.usable_endpoints(), "its word")
+    rooms = leaving.table.rooms
+    await until(lambda: {r.reason for r in rooms.values()} == {Reason.SHUTDOWN}, "its time's end")
     slow.gate.set()
     assert (await stream.end()).reason is FinishReason.LENGTH
     assert stream.tokens == output_of(prompt_of(40), 6)
@@ -314,7 +322,7 @@ async def test_one_that_every_prefill_worker_refuses_serves_all_the_same() -> No
     theirs = StandInExecutor(8, identity_=identity("theirs"))
     deployment.add_prefill(theirs, deployment.config())
     decode = deployment.add_decode(
-        StandInExecutor(8, identity_=identity("ours")), deployment.config()
+        StandInExecutor(8, identity_=identity("ours")), deployment.config(scheduler=LOCAL)
     )
     await until(decode.view.refused_pairs, "the refusal")
     sampling = Sampling(max_tokens=2, temperature=0.0)

@@ -18,13 +18,17 @@ from tests.e2e.streams import Streams, assert_serves
 pytestmark = pytest.mark.e2e
 
 
+ALONE_NEVER = (*TINY_FLAGS, "--local-prefill", "off")
+"""Of decode workers that serve only in a pair."""
+
+
 async def test_decode_first_and_the_gateway_last(
     tmp_path: Path, tiny_model: Path, tiny_reference: Reference
 ) -> None:
     """Who finds no gateway says so and goes on trying; a gateway without workers says 503."""
     with Deployment(tmp_path, str(tiny_model)) as deployment:
         # Wide pages on one side: these two are never paired.
-        decode = deployment.decode("decode-0", *TINY_FLAGS, "--page-size", "32")
+        decode = deployment.decode("decode-0", *ALONE_NEVER, "--page-size", "32")
         assert decode.incarnation
         prefill = deployment.prefill("prefill-0", *TINY_FLAGS)
         for process in (decode, prefill):
@@ -33,11 +37,11 @@ async def test_decode_first_and_the_gateway_last(
         await until(lambda: len(deployment.workers()) == 2, "both to register")
         await assert_never_paired(deployment, "page_size", "16", "32")
         # The right one joins.
-        deployment.decode("decode-1", *TINY_FLAGS)
+        deployment.decode("decode-1", *ALONE_NEVER)
         await until(deployment.is_ready, "ready")
         await assert_serves(deployment, tiny_reference)
         deployment.processes["decode-0"].kill()
-        deployment.decode("decode-0", *TINY_FLAGS, "--dtype", "bfloat16")
+        deployment.decode("decode-0", *ALONE_NEVER, "--dtype", "bfloat16")
         deployment.processes["decode-1"].kill()
         await until(lambda: not deployment.is_ready(), "the right one to be lost")
         await assert_never_paired(deployment, "dtype", "float32", "bfloat16")

@@ -10,6 +10,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+import msgspec
 import uvloop
 
 from pdrt.prefill.worker import PrefillWorker
@@ -18,12 +19,12 @@ from tests.decode.deployment import Deployment
 from tests.prefill.executor import StandInExecutor
 
 
-def main(connection: Connection, gateway: str, hold: str) -> None:
-    """`hold`: what is held back, `steps`, `copies` or nothing."""
-    sys.exit(uvloop.run(_serve(connection, gateway, hold)))
+def main(connection: Connection, gateway: str, hold: str, port: int = 0) -> None:
+    """`hold`: what is held back, `steps`, `copies` or nothing. `port`: of its endpoint."""
+    sys.exit(uvloop.run(_serve(connection, gateway, hold, port)))
 
 
-async def _serve(connection: Connection, gateway: str, hold: str) -> int:
+async def _serve(connection: Connection, gateway: str, hold: str, port: int) -> int:
     executor = StandInExecutor(64)
     executor.on_step = lambda rows: connection.send(f"step of {rows}")
     may_copy = threading.Event()
@@ -31,7 +32,8 @@ async def _serve(connection: Connection, gateway: str, hold: str) -> int:
         executor.gate.clear()
     if hold == "copies":
         _hold_copies(connection, may_copy)
-    worker = PrefillWorker(Deployment.config_for(gateway), executor)  # type: ignore[arg-type]
+    config = msgspec.structs.replace(Deployment.config_for(gateway), port=port)
+    worker = PrefillWorker(config, executor)  # type: ignore[arg-type]
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
