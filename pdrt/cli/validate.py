@@ -23,6 +23,9 @@ from pdrt.observe.tracing import check_tracing
 
 _HOST = r"[^:\[\]/\s]+"
 
+HANG_SECONDS_LEAST = 5.0
+"""Roles beat once a second; on a busy machine beats come late."""
+
 
 def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool) -> None:
     """Raises `ConfigError`, naming the flag. `has_cuda`: an NVIDIA GPU is on this machine."""
@@ -49,7 +52,11 @@ def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool)
                     "parallelism lands; start one worker per device"
                 )
         case UpConfig():
-            pass
+            if config.hang_seconds_max < HANG_SECONDS_LEAST:
+                raise ConfigError(
+                    f"--hang-seconds-max {config.hang_seconds_max} must not be shorter than "
+                    f"{HANG_SECONDS_LEAST:g}: a role under load may be silent for some seconds"
+                )
     _check_device(config.device, has_cuda)
     _check_lengths(config.model, config.scheduler)
     _check_checksum(config.model)
