@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from pdrt.config import ProtocolConfig, SchedulerConfig, WorkerConfig
+from pdrt.config import ModelConfig, ProtocolConfig, SchedulerConfig, WorkerConfig
 from pdrt.decode.worker import DecodeWorker
 from pdrt.ids import Incarnation, RequestId, new_incarnation, routing_id
 from pdrt.kv.pages import OwnerKind, PageTable
@@ -218,17 +218,18 @@ class Deployment:
         scheduler: SchedulerConfig = SCHEDULER,
         shutdown_timeout: float = 30.0,
     ) -> WorkerConfig:
-        config = self.config_for(self.gateway.address, protocol, scheduler)
-        model = msgspec.structs.replace(config.model, kv_checksum=self.kv_checksum)
-        return msgspec.structs.replace(config, model=model, shutdown_timeout=shutdown_timeout)
+        config = self.config_for(self.gateway.address, protocol, scheduler, self.kv_checksum)
+        return msgspec.structs.replace(config, shutdown_timeout=shutdown_timeout)
 
     @staticmethod
     def config_for(
         gateway: str,
         protocol: ProtocolConfig = PROTOCOL,
         scheduler: SchedulerConfig = SCHEDULER,
+        kv_checksum: bool = False,
     ) -> WorkerConfig:
-        return WorkerConfig(gateway=(gateway,), protocol=protocol, scheduler=scheduler)
+        model = ModelConfig(kv_checksum=kv_checksum)
+        return WorkerConfig(gateway=(gateway,), model=model, protocol=protocol, scheduler=scheduler)
 
     def add_prefill(self, executor: StandInExecutor, config: WorkerConfig) -> PrefillWorker:
         worker = PrefillWorker(config, executor)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ async def test_a_prefill_worker_is_killed_again_and_again(deployment: Deployment
     writers: list[Forked] = []
 
     async def add(hold: str, port: int) -> Forked:
-        writer = await asyncio.to_thread(Forked, process.main, gateway.address, hold, port)
+        writer = await asyncio.to_thread(Forked, process.main, gateway.address, hold, False, port)
         writers.append(writer)
         gateway.endpoints = (writer.first["endpoint"],)
         return writer
