@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+MESSAGE_CHARACTERS_MAX = 1000
+"""Of an error: enough for any sentence of ours, and no copy of what was sent."""
+
 
 class ApiError(Exception):
     """Ends an HTTP request with a status and an OpenAI error body."""
@@ -19,7 +22,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        # Libraries quote what they refuse, however long it is.
+        is_long = len(message) > MESSAGE_CHARACTERS_MAX
+        self.message = f"{message[:MESSAGE_CHARACTERS_MAX]}…" if is_long else message
         self.code = code
         self.param = param
         self.retry_after_seconds = retry_after_seconds
