@@ -26,6 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="only these")
     parser.add_argument("--workers", type=int, default=2, help="of each role (default 2)")
     parser.add_argument("--clients", type=int, default=8, help="that want answers (default 8)")
+    parser.add_argument("--storm", type=int, default=0, help="aborts before each round (default 0)")
     parser.add_argument("--model", help="a real one (default: a tiny random one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here too")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs here")
@@ -44,6 +45,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> int:
         try:
             await chaos.begin()
             for seed in range(arguments.seed, arguments.seed + arguments.rounds):
+                if arguments.storm:
+                    await chaos.storm(arguments.storm, seed)
                 await chaos.random_round(seed, arguments.waves, kinds)
                 print(f"round with seed {seed} is over", file=sys.stderr, flush=True)
         except AssertionError as error:

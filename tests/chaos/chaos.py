@@ -13,6 +13,7 @@ from tests.chaos.load import Load, Tally
 from tests.chaos.proc import Use
 from tests.chaos.report import Report
 from tests.chaos.shapes import Answer, Shapes
+from tests.chaos.storm import storm
 
 CALM_SECONDS = 0.3
 """Between two waves."""
@@ -74,6 +75,13 @@ class Chaos:
         await self._cluster.whole()
         self._look_for_leaks()
         self.report.rounds += 1
+
+    async def storm(self, count: int, seed: int) -> None:
+        """So many aborts, while nothing else happens."""
+        self.report.aborts += await storm(self._cluster, self._shapes, count, seed)
+        await self._probe(random.Random(seed))
+        await self._cluster.whole()
+        self._look_for_leaks()
 
     async def random_round(self, seed: int, waves: int, kinds: Sequence[str]) -> None:
         """Whatever chance wants."""

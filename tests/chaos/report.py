@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import Any
 
 from tests.chaos.load import Tally
@@ -16,6 +17,8 @@ class Report:
         self.rounds = 0
         """Those that ended well."""
         self.tally = Tally()
+        self.aborts: Counter[str] = Counter()
+        """Of storms: by the phase that the request was in."""
         self._ready_seconds: dict[str, list[float]] = {}
         """By kind of fault: from its undoing until all were paired again. Faults of one wave share
         theirs."""
@@ -58,6 +61,7 @@ class Report:
                 "lost": len(tally.lost),
                 "longest_seconds": round(tally.longest_seconds, 2),
             },
+            "aborts": dict(self.aborts),
             "lost": tally.lost,
             "errors": dict(tally.errors),
             "broken_connections": dict(tally.broken),
@@ -78,6 +82,9 @@ class Report:
             lines.append(f"{kind:<28}{row['count']:>6}{seconds}")
         requests = ", ".join(f"{value} {name}" for name, value in facts["requests"].items())
         lines += ["", f"{self.rounds} rounds; requests: {requests}"]
+        if self.aborts:
+            phases = ", ".join(f"{n} in {phase}" for phase, n in self.aborts.items())
+            lines.append(f"aborts in a storm: {phases}")
         for title in ("errors", "broken_connections"):
             lines += [f"  {count} × {text}" for text, count in facts[title].items()]
         lines += [f"  LOST: {text}" for text in facts["lost"]]
