@@ -117,7 +117,7 @@ def test_a_collector_that_is_none_is_refused_before_anything_starts(
 
 
 def test_a_role_is_not_killed_for_a_late_beat() -> None:
-    with pytest.raises(ConfigError, match="--hang-seconds-max 1.0 must not be shorter than 5"):
+    with pytest.raises(ConfigError, match=r"--hang-seconds-max 1\.0 must not be shorter than 5"):
         validate(UpConfig(hang_seconds_max=1.0), has_cuda=False)
     validate(UpConfig(hang_seconds_max=5.0), has_cuda=False)
 
