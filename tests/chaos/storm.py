@@ -18,7 +18,7 @@ from tests.chaos.shapes import Shapes
 AT_ONCE = 40
 """More than there are places in the batches: some wait."""
 LEAVE_SECONDS_MAX = 1.5
-UNREAD_SECONDS = 60.0
+UNREAD_SECONDS = 180.0
 """Longer than anybody stays: it stops reading, and leaves without having read on."""
 PHASES = ("queued", "prefill", "transfer", "decode")
 """Of a request, in this order; the last one in its line is the one that it ended in."""
