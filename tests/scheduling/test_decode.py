@@ -262,6 +262,28 @@ def test_the_models_limit() -> None:
     assert decode.take_token(request) is FinishReason.LENGTH
 
 
+def test_what_waits_for_this_worker_and_what_for_others() -> None:
+    """Its liveness is judged by the former only."""
+    decode = Decode(unread=2)
+
+    def waiting() -> tuple[int, int]:
+        scheduler = decode.scheduler
+        return scheduler.waiting(may_admit=True), scheduler.waiting(may_admit=False)
+
+    assert waiting() == (0, 0)
+    first, _ = decode.submit(1), decode.submit(2)
+    assert waiting() == (2, 0), "a queue that nobody may be admitted from waits for others"
+    decode.admit()
+    assert waiting() == (0, 0), "a room waits for its writer, and the queue perhaps for its pages"
+    decode.first_token(first)
+    decode.ready(first)
+    assert waiting() == (2, 1), "the next step takes it along"
+    decode.take_token(first)
+    assert waiting() == (1, 0), "its client does not read"
+    first.tokens_taken = 2
+    assert waiting() == (2, 1)
+
+
 def test_overdue() -> None:
     decode = Decode()
     late = decode.scheduler.submit(submit(1, seconds_max=5.0), 10.0)
