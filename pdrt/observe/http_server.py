@@ -14,7 +14,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 HEAD_BYTES_MAX = 64 * 1024
 """Of a request's head, of its trailers, or of anything else between two pieces of body."""
-
+ACCEPTED_PER_TURN = 8
+"""Connections. libuv accepts one per watcher and turn of the loop (since 1.45), and while hundreds
+of streams are written to a turn is long: a burst of clients would come in one per decode step.
+More would hold up the streams: each brings a request that takes about a millisecond to begin."""
 
 DIRECT_BODY = "pdrt.direct_body"
 """Name of the `DirectBody` among a scope's extensions."""
@@ -89,6 +92,15 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.accepting = asyncio.Event()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """`sockets`: bound ones; they are closed at the end."""
+        copies = [each.dup() for each in sockets or () for _ in range(ACCEPTED_PER_TURN - 1)]
+        try:
+            await super().serve(sockets and [*sockets, *copies])
+        finally:
+            for copy in copies:
+                copy.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from itertools import repeat
 
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 
-from pdrt.observe.http_server import HEAD_BYTES_MAX, HttpServer
+from pdrt.observe.http_server import ACCEPTED_PER_TURN, HEAD_BYTES_MAX, HttpServer
 
 HANG_SECONDS = 20.0
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -78,3 +79,29 @@ async def test_large_bodies_and_one_request_after_another_are_served(port: int) 
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
             assert await reader.readexactly(len(str(size))) == str(size).encode()
         writer.close()
+
+
+async def _turns_until_accepted(count: int) -> int:
+    """Of the loop, for so many connections that have come while it did something else."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=count)
+    server = HttpServer(count_body)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.accepting.wait()
+    clients = [socket.create_connection(listener.getsockname()) for _ in range(count)]
+    turns = 0
+    while len(server.server_state.connections) < count:
+        await asyncio.sleep(0)
+        turns += 1
+    for client in clients:
+        client.close()
+    server.should_exit = server.force_exit = True
+    async with asyncio.timeout(HANG_SECONDS):
+        await serving
+    return turns
+
+
+def test_a_burst_of_clients_comes_in_at_a_few_turns_of_the_loop() -> None:
+    """On the loop that gateways and workers run on."""
+    count = 8 * ACCEPTED_PER_TURN
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(_turns_until_accepted(count)) < count / 2
