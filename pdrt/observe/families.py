@@ -178,7 +178,8 @@ THREADS = _gauge("pdrt_process_threads", "Threads of the process")
 CPU_SECONDS = _counter("pdrt_process_cpu_seconds", "CPU time of the process, user and system")
 START_TIME = _gauge("pdrt_process_start_time_seconds", "When the process began, in Unix time")
 LOG_LINES_DROPPED = _counter(
-    "pdrt_log_lines_dropped", "Log lines that were dropped as nobody read them"
+    "pdrt_log_lines_dropped",
+    "Log lines that were dropped as nobody read them, or the disk was full",
 )
 
 FAMILIES: tuple[Family, ...] = tuple(

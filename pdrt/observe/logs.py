@@ -131,41 +131,49 @@ class BackgroundHandler(logging.Handler):
 
     def __init__(self, fd: int) -> None:
         super().__init__()
-        self.dropped = 0
-        """Since the start."""
         self._fd = fd
-        self._untold = 0
-        """Of the dropped ones, those that no line has told of yet."""
+        self._unqueued = 0
+        """Lines that found no place."""
+        self._unwritten = 0
+        """Lines that the output refused, as a full disk does. Counted by the thread alone."""
+        self._told = 0
+        """Of all these, those that a line has told of."""
         self._queue: queue.Queue[bytes | None] = queue.Queue(LINES_MAX)
         # A daemon: one that waits for a terminal for ever must not keep the process.
         self._thread = threading.Thread(target=self._write, name="logs", daemon=True)
         self._thread.start()
 
+    @property
+    def dropped(self) -> int:
+        """Lines, since the start."""
+        return self._unqueued + self._unwritten
+
     def emit(self, record: logging.LogRecord) -> None:
         """Never waits. A record that cannot be formatted is our bug, and logging says so."""
+        dropped = self.dropped
         try:
-            if self._untold:
-                self._queue.put_nowait(self._complaint())
-                self._untold = 0
+            if dropped > self._told:
+                self._queue.put_nowait(self._complaint(dropped - self._told))
+                self._told = dropped
             self._queue.put_nowait((self.format(record) + "\n").encode(errors="backslashreplace"))
         except queue.Full:
-            self.dropped += 1
-            self._untold += 1
+            self._unqueued += 1
         except Exception:
             self.handleError(record)
 
-    def _complaint(self) -> bytes:
-        message = f"{self._untold} log lines dropped: this output was not being read"
+    def _complaint(self, count: int) -> bytes:
+        message = f"{count} log lines dropped: this output was not being read, or was full"
         record = logging.LogRecord("pdrt", logging.WARNING, "", 0, message, (), None)
         return (self.format(record) + "\n").encode()
 
     def _write(self) -> None:
         """The thread."""
         while (line := self._queue.get()) is not None:
-            # Nobody reads any more: we serve on in silence.
-            with contextlib.suppress(OSError):
+            try:
                 while line:
                     line = line[os.write(self._fd, line) :]
+            except OSError:  # nobody reads any more, or the disk is full: we serve on in silence
+                self._unwritten += 1
 
     def close(self) -> None:
         """Wait until all is written, or for a second."""

@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,7 +130,7 @@ def test_lines_that_nobody_reads_are_dropped_counted_and_told_of() -> None:
     # A reader comes: everything that was kept, then what was lost.
     with os.fdopen(read, "rb") as pipe:
         assert pipe.readline().endswith(long.encode() + b"\n")
-        while handler._untold:
+        while handler.dropped > handler._told:
             pipe.readline()
             handler.emit(record("again"))
         handler.emit(record("last"))
@@ -138,6 +140,24 @@ def test_lines_that_nobody_reads_are_dropped_counted_and_told_of() -> None:
         assert [line for line in lines if b"log lines dropped" in line]
         handler.close()
     os.close(write)
+
+
+def test_lines_for_a_full_disk_are_counted_and_told_of(tmp_path: Path) -> None:
+    output = os.open("/dev/full", os.O_WRONLY)
+    handler = BackgroundHandler(output)
+    handler.setFormatter(LineFormatter("decode"))
+    for _ in range(3):
+        handler.emit(record("lost"))
+    while handler.dropped < 3:
+        time.sleep(0.001)
+    room = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(room, output)
+    handler.emit(record("there"))
+    handler.close()
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert "3 log lines dropped" in first and second.endswith("there")
+    os.close(output)
+    os.close(room)
 
 
 SCRIPT = """
