@@ -17,6 +17,8 @@ from tests.chaos.shapes import Shapes
 from tests.e2e.reference import Reference
 from tests.model.tiny import make_tiny_model
 
+FLAG_HELP = "for every process of a role, as in decode:--local-prefill=fallback"
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
@@ -28,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=8, help="that want answers (default 8)")
     parser.add_argument("--storm", type=int, default=0, help="aborts before each round (default 0)")
     parser.add_argument("--model", help="a real one (default: a tiny random one)")
+    parser.add_argument("--flag", action="append", default=[], metavar="ROLE:FLAG", help=FLAG_HELP)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here too")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs here")
     return parser.parse_args()
@@ -39,7 +42,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> int:
         model = make_tiny_model(folder / "tiny", max_position_embeddings=4096, num_hidden_layers=6)
     else:
         model = resolve_model(arguments.model, print)
-    with Cluster(folder, str(model), arguments.workers) as cluster:
+    with Cluster(folder, str(model), arguments.workers, arguments.flag) as cluster:
         chaos = Chaos(cluster, Shapes(Reference(model), 40, 300), arguments.clients)
         kinds, failed = arguments.kind or list(KINDS), False
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.chaos.proc import Use, read_use
@@ -27,8 +27,12 @@ WORKER = (
 class Cluster(Deployment):
     """`workers` prefill workers, as many decode workers, and one gateway."""
 
-    def __init__(self, folder: Path, model: str, workers: int = 2) -> None:
+    def __init__(
+        self, folder: Path, model: str, workers: int = 2, flags: Sequence[str] = ()
+    ) -> None:
+        """`flags`: for one role more than it has anyway, as in `decode:--local-prefill=short`."""
         super().__init__(folder, model)
+        self._flags = [flag.partition(":")[::2] for flag in flags]
         numbers = range(workers)
         self.names = {
             "prefill": [f"prefill-{n}" for n in numbers],
@@ -40,12 +44,13 @@ class Cluster(Deployment):
         """Start, or start again. On the main thread only: the kernel ends a child with the thread
         that made it."""
         role = name.partition("-")[0]
+        more = [flag for for_role, flag in self._flags if for_role == role]
         if role == "gateway":
-            self.gateway(name, *PROTOCOL)
+            self.gateway(name, *PROTOCOL, *more)
         elif role == "prefill":
-            self.prefill(name, *WORKER, *PROTOCOL)
+            self.prefill(name, *WORKER, *PROTOCOL, *more)
         else:
-            self.decode(name, *WORKER, *PROTOCOL)
+            self.decode(name, *WORKER, *PROTOCOL, *more)
 
     def start_all(self) -> None:
         for names in self.names.values():
