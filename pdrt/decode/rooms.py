@@ -154,10 +154,10 @@ class Rooms:
         return True
 
     def _choose(self, request: DecodeRequest) -> str | None:
-        usable = self.table.usable_endpoints()
-        preferred = [endpoint for endpoint in request.endpoints if endpoint in usable]
+        # Of the few that are named, if one will do: this is asked for each room.
+        preferred = [name for name in request.endpoints if self.table.is_usable(name)]
         # After a failed room the next one goes elsewhere, if there is an elsewhere.
-        choices = preferred or usable
+        choices = preferred or self.table.usable_endpoints()
         return choices[request.rooms_failed % len(choices)] if choices else None
 
     def _lease(self, request: DecodeRequest, endpoint: str, short_since: float | None) -> bool:

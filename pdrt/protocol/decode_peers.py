@@ -296,6 +296,8 @@ class DecodePeers:
             peer.is_lost = True
             effects += self._advance(peer, now)
         for peer in self.known.values():
+            if not peer.engines:
+                continue  # most are the dead ones of a long life
             for number, engine in list(peer.engines.items()):
                 engine.deadline += self._silence.slept_seconds
                 if now > engine.deadline:

@@ -228,6 +228,11 @@ class LeaseTable:
         """Endpoints that a grant may go to now."""
         return [e for e, peer in self.pairing.peers.items() if peer.is_usable()]
 
+    def is_usable(self, endpoint: str) -> bool:
+        """A grant may go to `endpoint` now."""
+        peer = self.pairing.peers.get(endpoint)
+        return peer is not None and peer.is_usable()
+
     def quarantined_pages(self, now: float) -> int:
         """Pages of leases that have been REVOKING longer than the bound."""
         oldest = now - self._config.quarantine_after_seconds
@@ -596,7 +601,7 @@ class LeaseTable:
                 effects += self._send_revoke(lease, now)
         for endpoint in dict.fromkeys(x.endpoint for x in self._revoking.values()):
             effects += self._fence_due(endpoint, now)
-        for endpoint in list(self.pairing.peers):
+        for endpoint in self.pairing.attended():
             effects += self._let_go(endpoint, now)
         effects += self._ranks.handle_timer(now)
         return effects

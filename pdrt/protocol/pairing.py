@@ -314,12 +314,18 @@ class Pairing:
 
     # Time
 
+    def attended(self) -> list[str]:
+        """Endpoints that time matters to. Of the others, which may be a hundred times as many,
+        nothing is left but the count of their generations."""
+        return [e for e, p in self.peers.items() if p.is_connected or p.generations or p.fences]
+
     def handle_timer(self, now: float) -> list[PairingEffect]:
         """Judge silence, send heartbeats, bound what ranks may take. The caller has read
         everything inbound first."""
         effects: list[PairingEffect] = []
         silent = self._silence.tick(now)
-        for peer in self.peers.values():
+        for endpoint in self.attended():
+            peer = self.peers[endpoint]
             if now >= peer.hello_due and peer.is_connected:
                 effects += self._hello(peer, now)
             effects += self._overdue(peer, now)

@@ -348,13 +348,14 @@ class DecodeScheduler:
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
-        assert len(set(self._queue)) == len(self._queue)
+        queued = set(self._queue)
+        assert len(queued) == len(self._queue)
         orders = [request.order for request in self._running.values()]
         assert orders == sorted(orders), orders
         for request in self.requests.values():
             is_queued = request.state is RequestState.QUEUED
             is_running = request.state is RequestState.RUNNING
-            assert is_queued == (request.request in self._queue), request.request
+            assert is_queued == (request.request in queued), request.request
             assert is_running == (request.request in self._running), request.request
             assert (request.room is not None) == (request.state is RequestState.PREFILLING)
             assert is_running or not request.pages, request.request

@@ -357,3 +357,20 @@ def test_late_answers_about_a_forgotten_endpoint_change_nothing(decode: Decode) 
     assert decode.note(decode.table.fence_refused(gone, WRITER, "gone")) == []
     assert decode.note(decode.table.writer_dead(gone, WRITER, decode.now)) == []
     assert decode.pairing.peers == {}
+
+
+def test_time_goes_by_endpoints_that_were_let_go() -> None:
+    """They are remembered, and cost nothing: there may be a hundred times as many as live ones."""
+    decode = Decode()
+    decode.pair(WRITER, ENDPOINT)
+    decode.pair(NEXT_WRITER, OTHER_ENDPOINT)
+    assert decode.pairing.attended() == [ENDPOINT, OTHER_ENDPOINT]
+    decode.table.unwant(OTHER_ENDPOINT)
+    decode.tick()
+    assert decode.pairing.attended() == [ENDPOINT, OTHER_ENDPOINT], "it is being torn down"
+    decode.close_segments(1, OTHER_ENDPOINT)
+    decode.tick()
+    assert decode.pairing.attended() == [ENDPOINT]
+    assert list(decode.pairing.peers) == [ENDPOINT, OTHER_ENDPOINT]
+    decode.want(OTHER_ENDPOINT)
+    assert decode.pairing.attended() == [ENDPOINT, OTHER_ENDPOINT]
