@@ -315,7 +315,6 @@ async def deployed(
     decode_pages: int = 64,
     protocol: ProtocolConfig = PROTOCOL,
     scheduler: SchedulerConfig = SCHEDULER,
-    prefill_protocol: ProtocolConfig | None = None,
     kv_checksum: bool = False,
 ) -> AsyncIterator[Pair]:
     """One prefill and one decode worker, paired. At the end both must be whole and unbroken."""
@@ -323,9 +322,7 @@ async def deployed(
     deployment.kv_checksum = kv_checksum
     prefill_executor = StandInExecutor(prefill_pages)
     decode_executor = StandInExecutor(decode_pages)
-    prefill = deployment.add_prefill(
-        prefill_executor, deployment.config(prefill_protocol or protocol, scheduler)
-    )
+    prefill = deployment.add_prefill(prefill_executor, deployment.config(protocol, scheduler))
     decode = deployment.add_decode(decode_executor, deployment.config(protocol, scheduler))
     pair = Pair(deployment, prefill, decode, prefill_executor, decode_executor)
     await deployment.paired()

@@ -29,16 +29,19 @@ pytestmark = pytest.mark.e2e
 class Writer(Forked):
     """A prefill worker in a process of its own."""
 
-    def __init__(self, gateway: str, hold: str) -> None:
-        super().__init__(process.main, gateway, hold)
+    def __init__(self, gateway: str, hold: str, kv_checksum: bool) -> None:
+        super().__init__(process.main, gateway, hold, kv_checksum)
         self.endpoint: str = self.first["endpoint"]
 
 
 class Fences:
     """One decode worker here, writers elsewhere; notes the order of kill, death and freeing."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: float) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kv_checksum: bool = False, **changes: float
+    ) -> None:
         self.deployment = Deployment(GatewayPeer())
+        self.deployment.kv_checksum = kv_checksum
         self.gateway = self.deployment.gateway
         protocol = msgspec.structs.replace(PROTOCOL, **changes)
         self.executor = StandInExecutor(64)
@@ -70,7 +73,8 @@ class Fences:
         monkeypatch.setattr(self.decode.pages, "free", freed)
 
     async def add(self, hold: str = "nothing") -> Writer:
-        writer = await asyncio.to_thread(Writer, self.gateway.address, hold)
+        kv_checksum = self.deployment.kv_checksum
+        writer = await asyncio.to_thread(Writer, self.gateway.address, hold, kv_checksum)
         self.writers.append(writer)
         await until(lambda: writer.endpoint in self.decode.table.usable_endpoints(), "pairing")
         return writer
@@ -86,9 +90,16 @@ class Fences:
 
 
 @pytest.fixture
-async def fences(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fences]:
+def kv_checksum() -> bool:
+    """Tests that want it say so."""
+    return False
+
+
+@pytest.fixture
+async def fences(monkeypatch: pytest.MonkeyPatch, kv_checksum: bool) -> AsyncIterator[Fences]:
     fences = Fences(
         monkeypatch,
+        kv_checksum,
         silence_seconds=0.5,
         tick_late_seconds=0.3,
         kill_lost_after_seconds=0.5,
@@ -195,3 +206,18 @@ async def test_a_writer_that_is_told_to_stop(fences: Fences) -> None:
     assert first.process.exitcode == 0
     assert "killed" not in fences.events
     assert "freed" not in fences.events
+
+
+@pytest.mark.parametrize("kv_checksum", [True])
+async def test_a_writer_whose_copies_are_broken(fences: Fences) -> None:
+    """It says that all has landed, but that is not what it sent: its pages wait for its death, and
+    nothing is decoded from them."""
+    first = await fences.add("broken")
+    prompt = prompt_of(40)
+    stream = fences.submit(prompt)
+    await until(lambda: "freed" in fences.events, "its pages")
+    assert fences.events == ["killed", "dead", "freed"]
+    assert stream.tokens == output_of(prompt, 1), "the token that needed no page, and no other"
+    await until(lambda: not first.process.is_alive(), "its end, as its parent sees it")
+    await fences.add()
+    await fences.served(stream, prompt)
