@@ -44,7 +44,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> int:
         model = resolve_model(arguments.model, print)
     with Cluster(folder, str(model), arguments.workers, arguments.flag) as cluster:
         chaos = Chaos(cluster, Shapes(Reference(model), 40, 300), arguments.clients)
-        kinds, failed = arguments.kind or list(KINDS), False
+        kinds, failed = arguments.kind or list(KINDS), True
         try:
             await chaos.begin()
             for seed in range(arguments.seed, arguments.seed + arguments.rounds):
@@ -52,12 +52,13 @@ async def run(arguments: argparse.Namespace, folder: Path) -> int:
                     await chaos.storm(arguments.storm, seed)
                 await chaos.random_round(seed, arguments.waves, kinds)
                 print(f"round with seed {seed} is over", file=sys.stderr, flush=True)
+            failed = False
         except AssertionError as error:
-            failed = True
             print(f"{cluster.logs()}\nFAILED: {error}", file=sys.stderr)
-        print(chaos.report)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(chaos.report.facts(), indent=1) + "\n")
+        finally:  # Ctrl-C too
+            print(chaos.report)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(chaos.report.facts(), indent=1) + "\n")
     return int(failed)
 
 

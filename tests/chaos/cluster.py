@@ -19,7 +19,7 @@ PROTOCOL = (
     *("--kill-lost-after-seconds", "60"),
 )
 WORKER = (
-    *("--dtype", "float32", "--kv-cache-memory-bytes", str(32 * 2**20)),
+    *("--dtype", "float32", "--kv-cache-memory-bytes", str(64 * 2**20)),
     *("--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--stream-tokens-max", "48"),
 )
 
