@@ -85,8 +85,8 @@ class PrefixIndex:
     def pages(self, worker: Incarnation, keys: Sequence[PageKey]) -> int:
         """Pages of the longest prefix that was sent there and is not forgotten."""
         known = self._known.get(worker)
-        if known is None:
-            return 0
+        if known is None or not keys or keys[0] not in known.keys:
+            return 0  # as most workers do, of which each is asked for each prompt
         return next((n for n, key in enumerate(keys) if key not in known.keys), len(keys))
 
     def trust(self, worker: Incarnation) -> float:

@@ -127,6 +127,8 @@ class Router:
     def _to_compute(self, worker: Worker, prompt: Prompt) -> int:
         page_size = worker.register.fingerprint.layout.page_size
         pages = self.index.pages(worker.incarnation, prompt.keys(page_size))
+        if not pages:
+            return prompt.tokens
         return prompt.tokens - int(pages * page_size * self.index.trust(worker.incarnation))
 
     def _take(self, decode: Worker, prefill: Worker, order: list[str], prompt: Prompt) -> Route:
