@@ -95,8 +95,8 @@ class Chaos:
         holds = [injury.kind.hold_seconds * (1 + dice.random()) for injury in injuries]
         await asyncio.gather(*map(_heal_later, injuries, holds))
         seconds = await self._cluster.complete()
-        for injury in injuries:
-            self.report.fault(injury.kind.name, seconds)
+        for name in names:
+            self.report.fault(name, seconds)
         return injuries
 
     def _judge(self, tally: Tally, injuries: Sequence[Injury]) -> None:

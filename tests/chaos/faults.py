@@ -56,8 +56,9 @@ def close_sockets(cluster: Cluster, name: str, dice: random.Random) -> Heal:
     """Some of its connections end under it, by FIN or by RST."""
     pid = cluster.processes[name].pid
     connections = proc.connections_of(pid)
-    for fd in dice.sample(connections, dice.randint(1, len(connections))):
-        dice.choice((proc.end_connection, proc.reset_connection))(pid, fd)
+    chosen = dice.sample(connections, dice.randint(1, len(connections)))
+    ways = (proc.end_connection, proc.reset_connection)
+    assert any([dice.choice(ways)(pid, fd) for fd in chosen]), "none could be closed"
     return _nothing
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -17,6 +18,14 @@ _PIDFD_GETFD = 438
 """Of Linux on x86-64; Python 3.11 has no name for it."""
 _ESTABLISHED = "01"
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class BadDescriptor(OSError):
+    """It has been closed meanwhile."""
+
+
+GONE = (BadDescriptor, ConnectionError, ProcessLookupError)
+"""What a connection that has ended meanwhile is met with."""
 
 
 class Use(msgspec.Struct, frozen=True):
@@ -75,22 +84,35 @@ def _borrowed(pid: int, fd: int) -> Iterator[socket.socket]:
     finally:
         os.close(handle)
     if copy < 0:
-        raise OSError(ctypes.get_errno(), f"descriptor {fd} of process {pid}")
+        error = ctypes.get_errno()
+        kind = BadDescriptor if error == errno.EBADF else OSError
+        raise kind(error, f"descriptor {fd} of process {pid}")
     with socket.socket(fileno=copy) as borrowed:
         yield borrowed
 
 
-def end_connection(pid: int, fd: int) -> None:
-    """Both sides read the end of a stream that nobody meant to end."""
-    with contextlib.suppress(OSError), _borrowed(pid, fd) as borrowed:
-        borrowed.shutdown(socket.SHUT_RDWR)
+def end_connection(pid: int, fd: int) -> bool:
+    """Both sides read the end of a stream that nobody meant to end. False: it is gone already."""
+    try:
+        with _borrowed(pid, fd) as borrowed:
+            borrowed.shutdown(socket.SHUT_RDWR)
+    except GONE:
+        return False
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        return False
+    return True
 
 
-def reset_connection(pid: int, fd: int) -> None:
-    """Its peer gets a RST, itself an error."""
+def reset_connection(pid: int, fd: int) -> bool:
+    """Its peer gets a RST, itself an error. False: it is gone already."""
     address = ctypes.create_string_buffer(16)  # a sockaddr of AF_UNSPEC: disconnect
-    with contextlib.suppress(OSError), _borrowed(pid, fd) as borrowed:
-        _libc.connect(borrowed.fileno(), address, len(address))
+    try:
+        with _borrowed(pid, fd) as borrowed:
+            return int(_libc.connect(borrowed.fileno(), address, len(address))) == 0
+    except GONE:
+        return False
 
 
 def limit(pid: int, which: int, soft: int) -> int:
