@@ -22,7 +22,10 @@ from tests.scale.executor import VOCABULARY, output_of
 OUTPUT_TOKENS = 8
 PROMPT_TOKENS = range(20, 80)
 PATIENT = ProtocolConfig(
-    silence_seconds=30.0, kill_lost_after_seconds=200.0, fence_after_seconds=300.0
+    hello_interval_seconds=3.0,
+    silence_seconds=30.0,
+    kill_lost_after_seconds=200.0,
+    fence_after_seconds=300.0,
 )
 """A hundred workers share few cores here: one that has no turn for seconds is not dead."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
