@@ -124,7 +124,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Seconds,
         _doc(
             "a forward, or waiting work, that stands still this long makes a worker unhealthy; a "
-            "forward that hangs for twice as long ends it"
+            "forward that hangs for five times as long ends it"
         ),
     ] = 60.0
     stream_tokens_max: Annotated[

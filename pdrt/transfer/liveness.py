@@ -1,8 +1,8 @@
 """Whether a worker does what it is there for, and if not, why not, in words. Pure.
 
-A forward that does not return makes its worker unhealthy, and ends it after twice as long: only a
-new process helps then. So does work that waits while nothing moves, and so do forwards that fail
-one after the other: such a worker looks idle, and would draw everybody's requests to itself.
+A forward that does not return makes its worker unhealthy, and ends it after five times as long:
+only a new process helps then. Unhealthy too is a worker whose work waits while nothing moves, and
+one whose forwards fail one after the other: it looks idle, and would draw everybody's requests.
 
 What cannot speak is not judged here: a loop that stands still is told by its silence, to peers,
 gateways, `pdrt up` and whoever asks for /health. Whoever was itself asleep blames nobody, itself
@@ -21,6 +21,9 @@ forward can compute does not make a worker unhealthy."""
 FORWARDS_FAILED_PAUSE_SECONDS = 10.0
 """After the latest failure a worker is tried again: only work shows that it has recovered."""
 WHY_CHARS_MAX = 200
+END_FACTOR = 5
+"""A forward that takes so many times as long as it may ends its worker. Generous: on a slow machine
+a large model may take minutes for a chunk, and to end it would mean to end it again and again."""
 
 
 class Ailment(Enum):
@@ -49,6 +52,7 @@ class Liveness:
         """`stall_seconds_max`: a forward, and waiting work, may stand still for so long.
         `tick_late_seconds`: a tick that comes later than this has been asleep."""
         self._stall_seconds_max = stall_seconds_max
+        self._end_seconds = END_FACTOR * stall_seconds_max
         self._tick_late_seconds = tick_late_seconds
         self._ticked_at = now
         self._step_age = 0.0
@@ -106,7 +110,8 @@ class Liveness:
                 Complaint(
                     Ailment.FORWARD_HANGS,
                     f"a forward has been running for {self._forward_seconds:.0f} s; the worker "
-                    f"ends itself at {2 * self._stall_seconds_max:.0f} s (--stall-seconds-max)",
+                    f"ends itself at {self._end_seconds:.0f} s "
+                    f"(--stall-seconds-max times {END_FACTOR})",
                 )
             )
         elif self._still_seconds > self._stall_seconds_max:
@@ -129,7 +134,7 @@ class Liveness:
 
     def must_end(self) -> str | None:
         """Why only a new process helps; None while there is hope."""
-        if self._forward_seconds <= 2 * self._stall_seconds_max:
+        if self._forward_seconds <= self._end_seconds:
             return None
         return f"a forward has been running for {self._forward_seconds:.0f} s"
 

@@ -14,7 +14,7 @@ from pdrt.kv.pages import OwnerKind
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.transfer.engine import OnSettled, WriteRequest
-from pdrt.transfer.liveness import FORWARDS_FAILED_MAX, Ailment
+from pdrt.transfer.liveness import END_FACTOR, FORWARDS_FAILED_MAX, Ailment
 from pdrt.transfer.local import LocalSender
 from pdrt.transfer.processes import ProcessHandle
 from pdrt.transfer.worker_loop import ExitCode
@@ -93,11 +93,11 @@ async def test_a_forward_that_never_returns_ends_its_worker(
     executor.gate.clear()
     stream = pair.submit(prompt_of(10), 4)
     await until(lambda: executor.is_running, "a step")
-    executor.age = 2 * STALL_SECONDS + 1
+    executor.age = END_FACTOR * STALL_SECONDS + 1
     assert await pair.deployment.exit_code(worker) is ExitCode.CANNOT_GO_ON
     (end,) = [record for record in caplog.records if record.getMessage() == "worker ends"]
     assert end.levelno == logging.ERROR
-    assert vars(end)["why"] == "a forward has been running for 121 s"
+    assert vars(end)["why"] == "a forward has been running for 301 s"
     pair.deployment.forgive(worker)
     if role == "prefill":
         # Both live in one process, which no fence may end: its death is told here.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdrt.transfer.liveness import (
+    END_FACTOR,
     FORWARDS_FAILED_MAX,
     FORWARDS_FAILED_PAUSE_SECONDS,
     Ailment,
@@ -61,12 +62,13 @@ def test_a_forward_that_hangs_is_said_and_then_ends_the_worker(worker: Worker) -
     worker.run(1.0)
     assert worker.ails() == [Ailment.FORWARD_HANGS]
     assert worker.says() == (
-        "a forward has been running for 61 s; the worker ends itself at 120 s (--stall-seconds-max)"
+        "a forward has been running for 61 s; the worker ends itself at 300 s "
+        "(--stall-seconds-max times 5)"
     )
-    worker.run(STALL_SECONDS - 1.0)
+    worker.run((END_FACTOR - 1) * STALL_SECONDS - 1.0)
     assert worker.liveness.must_end() is None
     worker.run(1.0)
-    assert worker.liveness.must_end() == "a forward has been running for 121 s"
+    assert worker.liveness.must_end() == "a forward has been running for 301 s"
 
 
 def test_a_forward_that_comes_back_was_no_reason_to_end(worker: Worker) -> None:
