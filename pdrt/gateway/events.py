@@ -45,6 +45,8 @@ class EventWriter:
             await self._write(error_event(error), more=False)
 
     async def _write(self, data: bytes, more: bool) -> None:
+        if self._direct is not None:
+            self._direct.flush()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 

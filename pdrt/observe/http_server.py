@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -23,14 +24,35 @@ DIRECT_BODY = "pdrt.direct_body"
 """Name of the `DirectBody` among a scope's extensions."""
 
 
+class _Outbox:
+    """Writes what many connections are sent in one turn of the loop at the end of it, one right
+    after the other: a write costs half as much then, as its code stays in the processor's caches
+    and the clients stay awake."""
+
+    def __init__(self) -> None:
+        self._waiting: list[DirectBody] = []
+
+    def add(self, body: DirectBody) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting.append(body)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for body in waiting:
+            body.flush()
+
+
 class DirectBody:
     """Pieces of a body on the shortest way to the connection: what the server's `send` does with
     one when it need not wait. A stream of tokens goes this way: the layers around an application
     wrap `send` half a dozen times, which costs more than all else, and look at no body that
     comes in pieces. One that does must take this out of the scope."""
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, outbox: _Outbox) -> None:
         self._cycle = cycle
+        self._outbox = outbox
+        self._waiting = b""
 
     @property
     def is_open(self) -> bool:
@@ -40,8 +62,17 @@ class DirectBody:
         return bool(cycle.chunked_encoding) and not is_over and not cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:
-        """One piece, not empty, while it `is_open`. More follows: the end goes by `send`."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        """One piece, not empty, while it `is_open`. More follows: the end goes by `send`, after a
+        `flush`."""
+        if not self._waiting:
+            self._outbox.add(self)
+        self._waiting += b"%x\r\n%b\r\n" % (len(data), data)
+
+    def flush(self) -> None:
+        """Write now what waits for the end of this turn of the loop."""
+        data, self._waiting = self._waiting, b""
+        if data and not self._cycle.transport.is_closing():
+            self._cycle.transport.write(data)
 
 
 class _Http(HttpToolsProtocol):
@@ -50,6 +81,11 @@ class _Http(HttpToolsProtocol):
 
     _quiet_bytes = 0
     """Received since the parser last had something for us. Up to one read more than that."""
+
+    def __init__(self, outbox: _Outbox, **options: Any) -> None:
+        """`outbox`: of its server; `options` are uvicorn's."""
+        super().__init__(**options)
+        self._outbox = outbox
 
     def data_received(self, data: bytes) -> None:
         self._quiet_bytes += len(data)
@@ -61,7 +97,7 @@ class _Http(HttpToolsProtocol):
         self._quiet_bytes = 0
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            direct = DirectBody(self.cycle)
+            direct = DirectBody(self.cycle, self._outbox)
             self.scope["extensions"] = {DIRECT_BODY: direct}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
@@ -82,7 +118,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
-                http=_Http,
+                http=functools.partial(_Http, _Outbox()),  # type: ignore[arg-type]
                 ws="none",
                 access_log=False,
                 log_config=None,

@@ -11,7 +11,13 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from pdrt.observe.http_server import ACCEPTED_PER_TURN, HEAD_BYTES_MAX, HttpServer
+from pdrt.observe.http_server import (
+    ACCEPTED_PER_TURN,
+    DIRECT_BODY,
+    HEAD_BYTES_MAX,
+    DirectBody,
+    HttpServer,
+)
 
 HANG_SECONDS = 20.0
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -105,3 +111,39 @@ def test_a_burst_of_clients_comes_in_at_a_few_turns_of_the_loop() -> None:
     count = 8 * ACCEPTED_PER_TURN
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(_turns_until_accepted(count)) < count / 2
+
+
+async def _count_down(scope: Scope, receive: Receive, send: Send) -> None:
+    """Pieces by both ways; the direct one is open only between the first and the last."""
+    direct: DirectBody = scope["extensions"][DIRECT_BODY]
+    seen = [direct.is_open]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"9", "more_body": True})
+    seen.append(direct.is_open)
+    for pieces in ((b"8", b"7"), (b"6",)):
+        for piece in pieces:
+            direct.write(piece)
+        await asyncio.sleep(0)
+    direct.write(b"5")
+    direct.flush()
+    await send({"type": "http.response.body", "body": b"4", "more_body": False})
+    seen.append(direct.is_open)
+    assert seen == [False, True, False]
+
+
+async def test_direct_pieces_and_sent_ones_keep_their_order() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(_count_down)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.accepting.wait()
+    async with asyncio.timeout(HANG_SECONDS):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    server.should_exit = server.force_exit = True
+    async with asyncio.timeout(HANG_SECONDS):
+        await serving
+    assert [line for line in body.split(b"\r\n") if line] == list(
+        b"1 9 1 8 1 7 1 6 1 5 1 4 0".split()
+    )
