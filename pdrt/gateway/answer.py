@@ -252,7 +252,8 @@ class Answer:
                 return ApiError(504, which + detail, code="timeout")
             case FinishReason.UNAVAILABLE:
                 reasons = [] if stream.decodes else self._hub.readiness()[1]
-                detail = ": ".join([ended.detail, "; ".join(reasons)]).rstrip(": ")
+                why = ended.detail or "No worker can serve this request now"
+                detail = ": ".join([why, "; ".join(reasons)]).rstrip(": ")
                 seconds = self._hub.registry.retry_after_seconds(self._hub.clock())
                 return unavailable(which + detail, seconds)
             case _:

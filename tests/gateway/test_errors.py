@@ -261,6 +261,7 @@ async def test_too_many_requests(deploy: Deploy) -> None:
         await deployment.chat()
 
 
+@pytest.mark.parametrize("detail", ["because", ""])
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("reason", "status"),
@@ -273,13 +274,17 @@ async def test_too_many_requests(deploy: Deploy) -> None:
     ],
 )
 async def test_what_workers_answer(
-    deployment: Deployment, reason: FinishReason, status: int, is_stream: bool
+    deployment: Deployment, reason: FinishReason, status: int, is_stream: bool, detail: str
 ) -> None:
+    """Clients are told why, also where the worker did not say it."""
     _, decode = await deployment.pair()
-    decode.on_submit = lambda submit: decode.finish(submit.request, reason, detail="because")
-    with pytest.raises(openai.APIStatusError, match="because") as caught:
+    decode.on_submit = lambda submit: decode.finish(submit.request, reason, detail=detail)
+    with pytest.raises(openai.APIStatusError) as caught:
         await deployment.chat(stream=is_stream)
     assert caught.value.status_code == status
+    assert isinstance(caught.value.body, dict)
+    message = caught.value.body["message"]
+    assert message and detail in message
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_no_finish(deployment: Deployment) -> None:
