@@ -240,7 +240,10 @@ class DecodeWorker:
         request = self.scheduler.requests.get(credit.request)
         if request is None:
             # Its `Submit` never came, or its `Finished` was lost: the client waits for nothing.
-            lost = Finished(credit.request, self.incarnation, FinishReason.UNAVAILABLE)
+            why = "the decode worker does not have this request, or not any more"
+            lost = Finished(
+                credit.request, self.incarnation, FinishReason.UNAVAILABLE, detail=why
+            )
             self.links.send(lost)
             return
         request.tokens_taken = max(request.tokens_taken, credit.tokens_taken)
