@@ -20,9 +20,10 @@ from pdrt.config import SchedulerConfig
 from pdrt.ids import RequestId
 from pdrt.protocol.gateway_messages import Cancel, FinishReason
 from pdrt.protocol.rooms import RoomState
+from pdrt.sampling import Sampling
 from pdrt.scheduling.decode_request import DecodeRequest, RequestState
-from tests.decode.deployment import SCHEDULER, Pair, Stream, prompt_of, until
-from tests.prefill.executor import output_of
+from tests.decode.deployment import SCHEDULER, Deployment, Pair, Stream, prompt_of, until
+from tests.prefill.executor import StandInExecutor, output_of
 from tests.transfer.copies import CopyGate
 
 STORM: SchedulerConfig = msgspec.structs.replace(
@@ -191,7 +192,7 @@ class Storm:
                 streams.append(await self._begin_a_step())
             streams += [self._submit(moment) for _ in range(BATCH[moment])]
             if moment is Moment.PREFILLING:
-                await self._some_chunks()
+                await some_chunks(self._pair.prefill_executor, self._dice)
             if moment is Moment.DECODING:
                 await self._join_a_step(streams)
             there = await self._wait_for(moment, streams)
@@ -214,15 +215,6 @@ class Storm:
         stream = self._submit(Moment.LANDED)
         await until(lambda: self._pair.decode_executor.is_running, "a step")
         return stream
-
-    async def _some_chunks(self) -> None:
-        """Let so many steps of the prefill worker pass."""
-        gate, steps = self._pair.prefill_executor.gate, self._pair.prefill_executor.steps
-        for _ in range(self._dice.randint(0, 3)):
-            await until(lambda: self._pair.prefill_executor.is_running, "a chunk")
-            count = len(steps)
-            gate.step()
-            await until(lambda count=count: len(steps) > count, "the next chunk")  # type: ignore[misc]
 
     async def _join_a_step(self, streams: list[Stream]) -> None:
         """All that have landed take part in the next one."""
@@ -299,3 +291,70 @@ class Storm:
         """Batches of what is still called for."""
         while wanted := moments():
             await self.batch(self._dice.choice(wanted))
+
+
+class LocalStorm:
+    """One decode worker alone, which computes prompts itself."""
+
+    CLIENTS, LEAVING = 4, 3
+
+    def __init__(self, deployment: Deployment, dice: random.Random) -> None:
+        self.chunks: Counter[int] = Counter()
+        """Cancels by how many chunks of the prompt were done when the worker took them."""
+        self._deployment = deployment
+        self._gateway = deployment.gateway
+        (self._decode,) = deployment.decodes
+        self._executor = self._decode.executor
+        self._dice = dice
+        self._salt = 0
+        self._taken = 0
+        links = self._decode.links
+        pass_on = links.on_request
+
+        def on_request(request: object) -> None:
+            if isinstance(request, Cancel):
+                self._count(request.request)
+            pass_on(request)  # type: ignore[arg-type]
+
+        links.on_request = on_request
+
+    def _count(self, name: RequestId) -> None:
+        self._taken += 1
+        request = self._decode.scheduler.requests[name]
+        if request.prefills_here:
+            self.chunks[request.computed // STORM.max_num_batched_tokens] += 1
+
+    def _submit(self) -> Stream:
+        self._salt += 1
+        prompt = prompt_of(self._dice.randint(40, 60), self._salt)
+        sampling = Sampling(max_tokens=2, temperature=0.0)
+        return self._gateway.submit(self._decode.incarnation, prompt, sampling)
+
+    async def batch(self) -> None:
+        """Most leave in the middle of their prompts; who stays is answered."""
+        self._executor.gate.clear()
+        streams = [self._submit() for _ in range(self.CLIENTS)]
+        await some_chunks(self._executor, self._dice)
+        leaving = self._dice.sample(streams, self.LEAVING)
+        wanted = self._taken + self.LEAVING
+        for stream in leaving:
+            self._gateway.cancel(self._decode.incarnation, stream)
+        await until(lambda: self._taken == wanted, "the cancels to be taken")
+        self._executor.gate.set()
+        for stream in streams:
+            reason = (await stream.end()).reason
+            assert reason is FinishReason.CANCELLED or stream not in leaving, reason
+            assert reason is FinishReason.LENGTH or stream in leaving, reason
+            assert stream.tokens == output_of(stream.submit.token_ids, len(stream.tokens))
+        await self._deployment.quiet()
+        self._gateway.streams.clear()
+        self._executor.steps.clear()
+
+
+async def some_chunks(executor: StandInExecutor, dice: random.Random) -> None:
+    """Let some steps pass through its closed gate, none of them further than its middle."""
+    for _ in range(dice.randint(0, 2)):
+        await until(lambda: executor.is_running, "a chunk")
+        count = len(executor.steps)
+        executor.gate.step()
+        await until(lambda count=count: len(executor.steps) > count, "the next chunk")  # type: ignore[misc]
