@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pdrt.errors import ModelError
 from pdrt.model import hub
+from pdrt.model.gguf_header import check_gguf
 from pdrt.model.identity import LoadFormat
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -95,6 +96,7 @@ def _resolve(name_or_path: str, progress: Progress, cache: Path, weights: Weight
         check_directory(path, weights)
         return path.resolve()
     if path.suffix.lower() == ".gguf" and path.is_file():
+        check_gguf(path)
         stat = path.stat()
         key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
         target = cache / hashlib.sha256(key.encode()).hexdigest()[:16] / path.stem

@@ -6,10 +6,15 @@ transformers' import loses of the tokenizer is put back.
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
+ADDRESS_BYTES = 32 << 30
+ADDRESS_BYTES_PER_BYTE = 32
+"""Address space of a conversion: libraries take much that they never touch, and four bits of a file
+become 16, then 32."""
 DIGIT_SPLITTING = frozenset({"smollm", "starcoder", "refact", "command-r"})
 """Values of `tokenizer.ggml.pre` whose pre-tokenizer splits every digit off first; the import
 knows the byte-level part only, and then "x  1" gets other tokens than in training."""
@@ -62,6 +67,9 @@ def _split_digits(tokenizer: Any) -> None:
 
 def main() -> None:
     gguf, target = sys.argv[1:]
+    # A header may ask for any number of layers: this process fails then, and no other one.
+    size_max = ADDRESS_BYTES + ADDRESS_BYTES_PER_BYTE * Path(gguf).stat().st_size
+    resource.setrlimit(resource.RLIMIT_AS, (size_max, size_max))
     try:
         convert(Path(gguf), Path(target))
     # The parent reports the last line; a broken file makes the readers raise anything.

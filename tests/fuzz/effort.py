@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 MORE = 50
 """Times as many examples with `--all`."""
 
 Test = Callable[..., Any]
+Fuzz = Callable[[Callable[[Random], None]], None]
 
 
 def efforts(examples: int) -> Callable[[Test], Test]:
-    """Runs a test with `effort`: settings for what it draws."""
+    """Gives a test `fuzz`, which runs a function so often, each time with other randomness; the
+    seed of what fails is printed."""
     return pytest.mark.parametrize(
-        "effort",
+        "fuzz",
         [
-            pytest.param(_settings(examples), id="few"),
-            pytest.param(_settings(MORE * examples), id="many", marks=pytest.mark.slow),
+            pytest.param(_fuzz(examples), id="few"),
+            pytest.param(_fuzz(MORE * examples), id="many", marks=pytest.mark.slow),
         ],
     )
 
 
-def _settings(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+def _fuzz(examples: int) -> Fuzz:
+    def fuzz(try_one: Callable[[Random], None]) -> None:
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.integers(0, 2**64 - 1))
+        def tried(seed: int) -> None:
+            try_one(Random(seed))
+
+        tried()
+
+    return fuzz
