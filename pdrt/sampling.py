@@ -16,6 +16,9 @@ TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 """Above 0; within bounds that keep every logit finite."""
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Natural = Annotated[int, Meta(ge=0)]
 
 
 class GrammarKind(Enum):
@@ -40,7 +43,8 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling parameters of one request, already validated by the gateway.
+    """Sampling parameters of one request, already validated by the gateway; a frame with others
+    does not decode.
 
     `temperature` 0 means greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filter off.
     The random draw of the token at absolute position p depends on (`seed`, p) only, so that a
@@ -48,32 +52,37 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     on is a function of the tokens so far, so a resumed request needs no other state.
     """
 
-    max_tokens: int
+    max_tokens: Natural
     """Output tokens at most, counted over the whole request (not per room); 0 only scores."""
-    min_tokens: int = 0
+    min_tokens: Natural = 0
     """End-of-sequence tokens are masked until this many output tokens exist."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    min_p: MinP = 0.0
+    seed: Natural = 0
     """Unsigned 64 bit; the gateway draws one where the client gave none."""
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Natural, ...] = ()
     """Token ids that end the output as an end-of-sequence token does."""
-    presence_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
     """Subtracted once from the logit of every token that is in the output."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Penalty = 0.0
     """Subtracted from the logit of a token for each time that it is in the output."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output; above 0."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[Natural, Bias], ...] = ()
     """(token, added to its logit), each token once."""
     grammar: Grammar | None = None
-    logprobs: int | None = None
+    logprobs: Natural | None = None
     """Report each output token's log probability and that many of the most likely ones."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Natural | None = None
     """The same for every prompt token but the first."""
+
+    def names_tokens_below(self, vocab_size: int) -> bool:
+        """Every token that it names is one. A forward with another would fail all of its rows."""
+        named = max((token for token, _ in self.logit_bias), default=0)
+        return max(named, *self.stop_token_ids, 0) < vocab_size
 
     @property
     def needs_history(self) -> bool:
@@ -102,7 +111,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     """Of the token itself; finite (-inf is sent as -9999.0)."""
-    rank: int
+    rank: Natural
     """How many tokens are at least as likely, itself included: 1 is the most likely."""
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[Natural, float], ...] = ()
     """(token, logprob) of the most likely tokens, as many as were asked for, best first."""

@@ -219,6 +219,8 @@ class DecodeWorker:
         for tokens in (submit.token_ids, submit.output_token_ids):
             if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
                 return End(FinishReason.REJECTED, f"token ids must be below {vocabulary}")
+        if not submit.sampling.names_tokens_below(vocabulary):
+            return End(FinishReason.REJECTED, f"biased and stop tokens must be below {vocabulary}")
         if self._leave_by is not None:
             return End(FinishReason.UNAVAILABLE, "this decode worker is leaving")
         if self.scheduler.queued >= self.config.scheduler.queue_max:

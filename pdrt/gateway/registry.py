@@ -206,8 +206,8 @@ class Registry:
         theirs = message.fingerprint.protocol_version
         if theirs != PROTOCOL_VERSION:
             return f"protocol version {theirs}; this gateway speaks {PROTOCOL_VERSION}"
-        if message.role is Role.PREFILL and not message.endpoint:
-            return "a prefill worker must name its endpoint"
+        if message.role is Role.PREFILL and not (message.endpoint or "").startswith("tcp://"):
+            return "a prefill worker must name its endpoint, tcp://HOST:PORT"
         if message.worker in self.workers or len(self.workers) < self._workers_max:
             return None
         lost = [w for w in self.workers.values() if w.lost_at is not None]

@@ -7,20 +7,24 @@ and the KV heads that a tensor-parallel slice needs are one contiguous range of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+Size = Annotated[int, Meta(ge=1, le=2**20)]
+"""No layout that a peer names makes anybody divide by zero."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KvLayout(msgspec.Struct, frozen=True, array_like=True):
     """Shape of the KV of a whole model (all ranks together)."""
 
-    page_size: int
+    page_size: Size
     """Tokens per page."""
-    kv_heads: int
-    layers: int
-    head_dim: int
+    kv_heads: Size
+    layers: Size
+    head_dim: Size
     dtype: str
     """Key of `DTYPE_BYTES`."""
 

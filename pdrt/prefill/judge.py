@@ -32,6 +32,8 @@ def refusal(grant: Grant, limits: Limits) -> str | None:
         return f"{len(grant.pages)} pages from {grant.first_page} on for {length} tokens"
     if max(grant.token_ids) >= vocabulary:  # no frame holds a negative one
         return f"token ids must be below {vocabulary}"
+    if not grant.sampling.names_tokens_below(vocabulary):
+        return f"biased and stop tokens must be below {vocabulary}"
     if grant.output_tokens >= length:
         return f"{grant.output_tokens} of {length} tokens are output"
     return _logprobs_refusal(grant, limits.frame_bytes_max)

@@ -13,7 +13,7 @@ import msgspec
 
 from pdrt.context import RequestContext
 from pdrt.ids import Incarnation, RequestId
-from pdrt.protocol.messages import Fingerprint, Load
+from pdrt.protocol.messages import Fingerprint, Load, Natural, Seconds
 from pdrt.sampling import Sampling, TokenLogprobs
 
 
@@ -44,9 +44,9 @@ class FinishReason(Enum):
 class Usage(msgspec.Struct, frozen=True):
     """Exact counts, of the whole request."""
 
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int = 0
+    prompt_tokens: Natural
+    output_tokens: Natural
+    cached_tokens: Natural = 0
 
 
 # Worker -> gateway
@@ -62,8 +62,8 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     endpoint: str | None
     """Bootstrap channel of a prefill worker, `tcp://HOST:PORT`; None for decode."""
     fingerprint: Fingerprint
-    max_model_len: int
-    requests_max: int
+    max_model_len: Natural
+    requests_max: Natural
     """Requests this worker takes before it answers OVERLOADED."""
     version: str
     metrics: str | None = None
@@ -87,9 +87,9 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
     request: RequestId
     worker: Incarnation
-    first_index: int
-    token_ids: tuple[int, ...]
-    cached_tokens: int | None = None
+    first_index: Natural
+    token_ids: tuple[Natural, ...]
+    cached_tokens: Natural | None = None
     """Of the prompt, found in a prefix cache; said with the first token at least. A stream that
     ends at a stop string has its usage from here, as no `Finished` is waited for."""
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -112,7 +112,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
     worker: Incarnation
     logprobs: tuple[TokenLogprobs, ...]
-    cached_tokens: int = 0
+    cached_tokens: Natural = 0
     prefill: Incarnation | None = None
 
 
@@ -167,12 +167,12 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     request: RequestId
     worker: Incarnation
-    token_ids: tuple[int, ...]
+    token_ids: tuple[Natural, ...]
     """Prompt."""
-    output_token_ids: tuple[int, ...]
+    output_token_ids: tuple[Natural, ...]
     """Output already streamed by earlier attempts."""
     sampling: Sampling
-    seconds_max: float
+    seconds_max: Seconds
     """Counted from receipt."""
     prefill_endpoints: tuple[str, ...]
     """In order of preference."""
@@ -194,7 +194,7 @@ class Credit(msgspec.Struct, frozen=True, tag=True):
 
     request: RequestId
     worker: Incarnation
-    tokens_taken: int
+    tokens_taken: Natural
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):

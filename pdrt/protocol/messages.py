@@ -20,6 +20,8 @@ from pdrt.sampling import Sampling, TokenLogprobs
 PROTOCOL_VERSION = 3
 Natural = Annotated[int, Meta(ge=0)]
 """A count, an index or a page; a frame with a negative one does not decode."""
+Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
+"""Finite: a deadline that is no number would never come."""
 
 
 class Outcome(Enum):
@@ -109,10 +111,10 @@ class Segment(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """How busy a worker is."""
 
-    running: int = 0
-    queued: int = 0
-    pages_free: int = 0
-    pages_total: int = 0
+    running: Natural = 0
+    queued: Natural = 0
+    pages_free: Natural = 0
+    pages_total: Natural = 0
 
 
 class RankProcess(msgspec.Struct, frozen=True):
@@ -128,10 +130,10 @@ class RankProcess(msgspec.Struct, frozen=True):
 class FirstTokenData(msgspec.Struct, frozen=True):
     """The token sampled at the end of a prefill."""
 
-    token: int
-    prompt_tokens: int
+    token: Natural
+    prompt_tokens: Natural
     """Tokens that the grant carried."""
-    cached_tokens: int = 0
+    cached_tokens: Natural = 0
     """Of those, found in the prefill worker's prefix cache: not computed for this room."""
     logprobs: TokenLogprobs | None = None
     """Where `Sampling.logprobs` asks for them."""
@@ -182,7 +184,7 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     output_tokens: Natural
     """How many of `token_ids` are output."""
     sampling: Sampling
-    seconds_max: float
+    seconds_max: Seconds
     """How long the room may take, counted from receipt."""
     cache_salt: str = ""
     """Prefixes are shared between requests of the same salt only."""
@@ -236,7 +238,7 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     reason: Reason | None = None
     """None when COMPLETE."""
     retryable: bool = True
-    bytes_written: int = 0
+    bytes_written: Natural = 0
     first: FirstTokenData | None = None
     detail: str = ""
     """Words for a person."""

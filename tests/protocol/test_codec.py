@@ -38,10 +38,12 @@ DRAINED = Drained(RoomId(DECODE, 3), WRITER, Outcome.ENDED, messages.Reason.DEAD
 def values(info: inspect.Type) -> st.SearchStrategy[Any]:
     """Any value of a field's type."""
     match info:
-        case inspect.IntType(ge=least):
-            return st.integers(-(2**63) if least is None else least, 2**64 - 1)
-        case inspect.FloatType():
-            return st.floats(allow_nan=False)
+        case inspect.IntType(ge=least, le=most):
+            first, last = -(2**63) if least is None else least, 2**64 - 1 if most is None else most
+            return st.integers(first, last)
+        case inspect.FloatType(ge=least, gt=above, le=most):
+            first = above if least is None else least
+            return st.floats(first, most, exclude_min=above is not None, allow_nan=False)
         case inspect.StrType():
             return st.text(max_size=8)
         case inspect.BytesType():
