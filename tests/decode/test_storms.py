@@ -10,7 +10,8 @@ import pytest
 
 from pdrt.scheduling import local_prefill
 from tests.decode.deployment import Deployment, GatewayPeer, deployed
-from tests.decode.storms import PAGES, STORM, LocalStorm, Moment, Storm, holdings
+from tests.decode.local_storms import LocalStorm
+from tests.decode.storms import PAGES, STORM, Moment, Storm, holdings
 from tests.prefill.executor import StandInExecutor
 from tests.transfer.copies import CopyGate
 
