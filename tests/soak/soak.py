@@ -34,7 +34,7 @@ COUNTERS = (
 WORKER = (
     "--kv-checksum",
     # Little room: prefixes are evicted, sequences preempted.
-    *("--kv-cache-memory-bytes", str(5 * 2**18), "--page-size", "16"),
+    *("--kv-cache-memory-bytes", str(3 * 2**18), "--page-size", "16"),
     *("--max-model-len", "320", "--max-num-seqs", "12"),
     *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
 )

@@ -21,7 +21,7 @@ from tests.soak.soak import FAULTS, Soak, SoakCluster
 pytestmark = pytest.mark.e2e
 
 SHORT_EPOCHS = ("kill prefill", "kill decode")
-SHORT_EPOCH_SECONDS = 7.0
+SHORT_EPOCH_SECONDS = 6.0
 EPOCH_SECONDS = 45.0
 
 
