@@ -152,3 +152,40 @@ def test_the_rules_bite() -> None:
         assert not covers(MAY_IMPORT["model"], forbidden)
     assert covers(MAY_IMPORT["protocol"], "kv.layout")
     assert not covers(MAY_IMPORT["protocol"], "kv.pool")
+
+
+RUNS_CODE = {"eval", "exec", "compile", "__import__"}
+"""Built-in functions that make code of data."""
+READS_PICKLES = {("torch", "load"), ("yaml", "load"), ("numpy", "load"), ("np", "load")}
+
+
+def code_of_data(source: str) -> Iterator[str]:
+    """Calls that would run what data says, by name."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        match node.func:
+            case ast.Name(name) if name in RUNS_CODE:
+                yield name
+            case ast.Attribute(ast.Name(module), name) if (module, name) in READS_PICKLES:
+                yield f"{module}.{name}"
+        for keyword in node.keywords:
+            is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            if keyword.arg == "trust_remote_code" and not is_off:
+                yield keyword.arg
+
+
+@pytest.mark.parametrize("path", **by_name(FILES))
+def test_no_data_is_run_as_code(path: Path) -> None:
+    assert not list(code_of_data(path.read_text(encoding="utf-8")))
+    # Its queues and pipes pickle what passes through them.
+    for line, name in imports(path):
+        assert name.partition(".")[0] != "multiprocessing", f"{path}:{line}"
+
+
+def test_code_of_data_is_found() -> None:
+    for source in ("eval(x)", "f(exec(y))", "torch.load(p)", "load(p, trust_remote_code=True)",
+                   "load(p, trust_remote_code=flag)", "__import__(name)"):  # fmt: skip
+        assert list(code_of_data(source)), source
+    for source in ("model.eval()", "re.compile(x)", "load(p, trust_remote_code=False)"):
+        assert not list(code_of_data(source)), source
