@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.sim.decode import DecodeWorker
 
 STEP_SECONDS = 0.04
+CHUNK_TOKENS = 6
+"""Of a prompt that is computed here, in one step: chunks end within pages."""
 
 
 class Job:
@@ -76,11 +78,11 @@ class Leased:
 class Sequence:
     """A sequence that decodes: its pages, by index."""
 
-    def __init__(self, job: Job, leased: Leased, owner: Owner) -> None:
+    def __init__(self, job: Job, pages: list[int], computed: int, owner: Owner) -> None:
         self.job = job
         self.owner = owner
-        self.pages = leased.all_pages
-        self.computed = len(leased.tokens)
+        self.pages = pages
+        self.computed = computed
         """Tokens whose KV is in place."""
 
 
@@ -124,18 +126,75 @@ class Scheduler:
     # Admission
 
     def admit(self) -> Iterable[Any]:
-        """Open rooms for as many jobs as there are pages and writers for."""
+        """Open rooms for as many jobs as there are pages and writers for; others are computed
+        here."""
         effects: list[Any] = []
         for job in list(self.queue):
             endpoints = self.worker.table.usable_endpoints()
-            if not endpoints or self.worker.table.refuses(self.world.sim.now):
+            if self.worker.table.refuses(self.world.sim.now):
                 break
-            granted = self.open_room(job, self.world.sim.rng.choice(endpoints))
+            if not endpoints or job.rooms >= CONFIG.rooms_per_request_max:
+                granted = self.begin_here(job) if self.world.plan.local_prefill else None
+            else:
+                granted = self.open_room(job, self.world.sim.rng.choice(endpoints))
             if granted is None:
                 break
             self.queue.remove(job)
             effects += granted
         return effects
+
+    def begin_here(self, job: Job) -> Iterable[Any] | None:
+        """A sequence from the start, in pages of its own: nobody else writes into them."""
+        cache, left = self.worker.cache, job.request.max_tokens - job.output
+        self._serial += 1
+        owner = Owner(OwnerKind.SEQUENCE, self._serial)
+        # The last token is computed in any case: the next one is sampled from it.
+        held = cache.match(page_keys(job.tokens, PAGE_SIZE)[: (len(job.tokens) - 1) // PAGE_SIZE])
+        cache.hold(held, owner)
+        try:
+            own = cache.take(pages_for(len(job.tokens) + (left > 1)) - len(held), owner)
+        except PoolExhausted:
+            cache.release(held, owner)
+            return None
+        self.world.prompts_here += 1
+        sequence = job.sequence = Sequence(job, held + own, len(held) * PAGE_SIZE, owner)
+        self.sequences.append(sequence)
+        self.world.sim.after(STEP_SECONDS, self.worker.post, self.compute, sequence)
+        return []
+
+    def compute(self, sequence: Sequence) -> Iterable[Any] | None:
+        """One step: a part of a prompt, and after the last one the next token."""
+        job = sequence.job
+        if sequence not in self.sequences:
+            return None
+        if self.world.chance(self.world.plan.rates.forward_fails):
+            self.end_sequence(sequence)
+            job.end(Reason.FORWARD_FAILED.value)
+            return self.admit()
+        start = sequence.computed
+        sequence.computed = min(start + CHUNK_TOKENS, len(job.tokens))
+        self.fill(sequence, start)
+        if sequence.computed < len(job.tokens):
+            self.world.sim.after(STEP_SECONDS, self.worker.post, self.compute, sequence)
+            return None
+        self.keep(job.tokens, sequence.pages, sequence.owner)
+        if not job.is_complete:
+            job.emit(next_token(job.tokens))
+        if job.is_complete:
+            self.finish(sequence)
+            return self.admit()
+        self.world.sim.after(STEP_SECONDS, self.worker.post, self.step, sequence)
+        return None
+
+    def fill(self, sequence: Sequence, start: int) -> None:
+        """The KV of its tokens from `start` on, on every rank."""
+        tokens, cache = sequence.job.tokens[: sequence.computed], self.worker.cache
+        for index in range(start // PAGE_SIZE, pages_for(sequence.computed)):
+            page = sequence.pages[index]
+            assert cache.pages.owner(page) == sequence.owner, (page, "is somebody else's")
+            content = page_content(tokens, index)
+            for rank in self.worker.content:
+                rank[page][:] = [content] * len(rank[page])
 
     def open_room(self, job: Job, endpoint: str) -> Iterable[Any] | None:
         table, worker = self.worker.table, self.worker
@@ -192,7 +251,8 @@ class Scheduler:
         own = [page for page in leased.all_pages if pages.owner(page) is not CACHE]
         self.worker.cache.pass_hold(cached, leased.owner, owner)
         pages.pass_on(own, leased.owner, owner)
-        sequence = job.sequence = Sequence(job, leased, owner)
+        computed = len(leased.tokens)
+        sequence = job.sequence = Sequence(job, leased.all_pages, computed, owner)
         if sequence.pages:
             if job.output == 0 or len(job.tokens) != len(leased.tokens) + 1:
                 raise Violation(Kind.TOKEN, f"{room} is ready without its first token")
@@ -209,9 +269,10 @@ class Scheduler:
         if job.room != room:
             return
         job.room = None
+        goes_on_here = self.world.plan.local_prefill and reason is not Reason.FORWARD_FAILED
         if job.is_complete:
             job.end(None)
-        elif not retryable or job.rooms >= CONFIG.rooms_per_request_max:
+        elif not retryable or (job.rooms >= CONFIG.rooms_per_request_max and not goes_on_here):
             job.end(reason.value)
         else:
             self.queue.append(job)

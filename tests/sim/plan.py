@@ -97,6 +97,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     faults: int
     """Crashes, stalls, partitions and the like, at random times."""
     kv_checksum: bool = False
+    local_prefill: bool = False
+    """Decode workers compute prompts that no prefill worker takes."""
 
     @property
     def layout(self) -> KvLayout:
@@ -138,6 +140,7 @@ def draw(rng: random.Random) -> Plan:
         ),
         faults=rng.randint(3, 16),
         kv_checksum=rng.random() < 0.5,
+        local_prefill=rng.random() < 0.5,
     )
 
 

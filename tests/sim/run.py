@@ -21,6 +21,8 @@ class Result(msgspec.Struct, frozen=True):
     rooms: int
     fences: int
     answered: int
+    prompts_here: int
+    """Computed by decode workers."""
     violation: str | None = None
     kind: Kind | None = None
 
@@ -53,7 +55,9 @@ def judge(seed: int, world: World, run: Callable[[], None]) -> Result:
     """Run, and turn whatever is raised into a result."""
     text, kind = verdict(run)
     answered = sum(request.state.value == "answered" for request in world.requests)
-    return Result(seed, world.sim.events, world.rooms, world.fences, answered, text, kind)
+    return Result(
+        seed, world.sim.events, world.rooms, world.fences, answered, world.prompts_here, text, kind
+    )
 
 
 def verdict(run: Callable[[], None]) -> tuple[str | None, Kind | None]:

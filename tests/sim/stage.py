@@ -88,7 +88,8 @@ def run_schedule(schedule: Schedule, trace: Trace = None) -> Result:
     stage = Stage(trace)
     text, kind = verdict(lambda: schedule(stage))
     world = stage.world
-    return Result(0, world.sim.events, world.rooms, world.fences, 0, text, kind)
+    here = world.prompts_here
+    return Result(0, world.sim.events, world.rooms, world.fences, 0, here, text, kind)
 
 
 def only_first(fate: Fate) -> Callable[[InFlight], Fate]:

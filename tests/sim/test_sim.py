@@ -56,6 +56,7 @@ def test_seeds_are_busy() -> None:
     assert sum(result.rooms for result in results) > 400
     assert sum(result.fences for result in results) > 40
     assert sum(result.answered for result in results) > 150
+    assert sum(result.prompts_here for result in results) > 40
 
 
 @pytest.mark.parametrize("engine", EngineKind, ids=lambda e: e.value)

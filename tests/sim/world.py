@@ -58,7 +58,7 @@ class World:
         self.decodes: dict[Incarnation, DecodeWorker] = {}
         self.prefills: dict[Incarnation, PrefillWorker] = {}
         self.requests: list[Request] = []
-        self.rooms = self.writes = self.preemptions = 0
+        self.rooms = self.writes = self.preemptions = self.prompts_here = 0
         self.fences_of_the_dead = 0
         self.direct: Callable[[InFlight], Fate] | None = None
         """What becomes of writes, where a schedule directs them."""
