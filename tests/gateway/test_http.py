@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pdrt.gateway import http
 from pdrt.gateway.compression import takes_gzip, unpack
 from pdrt.gateway.errors import ApiError
 from pdrt.gateway.origins import is_foreign
@@ -165,3 +166,30 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
 )
 def test_who_takes_gzip(header: str, takes: bool) -> None:
     assert takes_gzip({"accept-encoding": header}) is takes
+
+
+async def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither which one is right, nor how much of one, shows in the time that it takes."""
+    compared: list[bytes] = []
+
+    def compare(given: bytes, expected: bytes) -> bool:
+        compared.append(expected)
+        return given == expected
+
+    monkeypatch.setattr(http.hmac, "compare_digest", compare)
+    keys = ("k1", "k2", "k3")
+    passed: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        pass
+
+    guard = http.ApiKey(app, keys, frozenset({"/health"}))
+    for given, count in ((b"Bearer k1", 1), (b"Bearer k3", 2), (b"Bearer k", 2), (b"", 2)):
+        compared.clear()
+        scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", given)]}
+        await guard(scope, None, send)  # type: ignore[arg-type]
+        assert compared == [b"Bearer k1", b"Bearer k2", b"Bearer k3"]
+        assert len(passed) == count
