@@ -311,7 +311,9 @@ def test_pages_count_as_quarantined_after_a_while_and_stop_admission() -> None:
     assert decode.table.refuses(decode.now) is None
     decode.wait(CONFIG.quarantine_after_seconds)
     assert decode.table.quarantined_pages(decode.now) == 3
-    assert decode.table.refuses(decode.now) == "3 pages are quarantined (3 allowed)"
+    assert decode.table.refuses(decode.now) == (
+        "3 pages are quarantined (3 allowed): they come back as their writers drain, or are fenced"
+    )
     assert decode.freed == []
     decode.drained(rooms[1], Outcome.ENDED)
     assert decode.table.refuses(decode.now) is None, "drained under pressure: admitted again"
