@@ -243,8 +243,8 @@ class LeaseTable:
         if self.quarantined_pages(now) >= self._quarantine_pages_max:
             return (
                 f"{self.quarantined_pages(now)} pages are quarantined "
-                f"({self._quarantine_pages_max} allowed): they come back as their writers drain, or "
-                "are fenced"
+                f"({self._quarantine_pages_max} allowed): they come back as their writers drain, "
+                "or are fenced"
             )
         if len(self.leases) >= self._config.rooms_max:
             return f"{len(self.leases)} rooms are alive (rooms_max)"
