@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdrt.cli.cores import Share
+from pdrt.cli.deployment import deployment_of
 from pdrt.cli.flags import parse_request
 from pdrt.cli.main import main
 from pdrt.cli.security import security_warnings
@@ -116,3 +118,10 @@ def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert path.read_text() == text
     assert main(["keygen"]) == 2
     assert "FILE" in capsys.readouterr().err
+
+
+def test_up_hands_its_key_to_every_role() -> None:
+    security = SecurityConfig(cluster_key="k")
+    shares = [Share((), 1), Share((), 1)]
+    deployment = deployment_of(UpConfig(security=security), Path("m"), shares, ())
+    assert [config.security for config in deployment.configs.values()] == [security] * 3
