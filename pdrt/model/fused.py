@@ -155,7 +155,9 @@ class FusedDecoder:
         gate_up, gated = buffers.gate_up, buffers.gated
         if len(normed) <= MLP_ROWS:
             return self._mlp_rows(layer, normed, gate_up, gated, buffers.added)
-        for rows, added in zip(normed.split(MLP_ROWS), buffers.added.split(MLP_ROWS), strict=True):
+        for first in range(0, len(normed), MLP_ROWS):
+            rows = normed[first : first + MLP_ROWS]
+            added = buffers.added[first : first + MLP_ROWS]
             count = len(rows)
             added.copy_(self._mlp_rows(layer, rows, gate_up[:count], gated[:count], added))
         return buffers.added
