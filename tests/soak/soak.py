@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 from tests.chaos.cluster import Cluster
@@ -13,7 +15,7 @@ from tests.chaos.load import Load
 from tests.chaos.proc import Use
 from tests.chaos.report import Report
 from tests.e2e.reference import Reference
-from tests.soak.questions import CHUNK_TOKENS, Questions
+from tests.soak.questions import CHUNK_TOKENS, PAGE_TOKENS, Questions
 
 CLIENTS = 8
 FAULTS = (
@@ -31,29 +33,36 @@ COUNTERS = (
     *("pdrt_kv_checksum_pages_total", "pdrt_transfer_bytes_total", "pdrt_preemptions_total"),
     *("pdrt_room_ends_total", "pdrt_fences_total", "pdrt_prefix_cache_tokens_total"),
 )
-WORKER = (
-    "--kv-checksum",
-    # Little room: prefixes are evicted, sequences preempted.
-    *("--kv-cache-memory-bytes", str(3 * 2**18), "--page-size", "16"),
-    *("--max-model-len", "320", "--max-num-seqs", "12"),
-    *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
-)
+FLAGS = {
+    "--kv-checksum": "true",
+    "--page-size": str(PAGE_TOKENS),
+    "--max-model-len": "320",
+    "--max-num-batched-tokens": str(CHUNK_TOKENS),
+}
+POOL_PAGES = 32
+"""Little room: prefixes are evicted, sequences preempted."""
 
 
-class SoakCluster(Cluster):
+def pool_bytes(model: Path) -> int:
+    """Of `POOL_PAGES` pages in float32."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    values = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim
+    return POOL_PAGES * PAGE_TOKENS * values * 4
+
+
+def soak_cluster(folder: Path, model: Path) -> Cluster:
     """Two workers of each role whose pages are compared as they land, and a gateway."""
-
-    def prefill(self, name: str, *flags: str) -> Any:
-        return super().prefill(name, *flags, *WORKER)
-
-    def decode(self, name: str, *flags: str) -> Any:
-        return super().decode(name, *flags, *WORKER)
+    flags = FLAGS | {"--kv-cache-memory-bytes": str(pool_bytes(model))}
+    both = [f"{role}:{n}={value}" for n, value in flags.items() for role in ("prefill", "decode")]
+    return Cluster(folder, str(model), flags=both)
 
 
 class Soak:
     """One cluster through any number of epochs."""
 
-    def __init__(self, cluster: SoakCluster, reference: Reference) -> None:
+    def __init__(self, cluster: Cluster, reference: Reference) -> None:
         self._report = Report()
         self._cluster = cluster
         self._reference = reference

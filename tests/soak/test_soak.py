@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from pdrt.model.fetch import resolve_model
+from tests.chaos.cluster import Cluster
 from tests.e2e.reference import Reference
 from tests.model.tiny import make_tiny_model
-from tests.soak.soak import FAULTS, Soak, SoakCluster
+from tests.soak.soak import FAULTS, Soak, soak_cluster
 
 pytestmark = pytest.mark.e2e
 
@@ -26,13 +27,13 @@ EPOCH_SECONDS = 45.0
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[SoakCluster]:
+def cluster(tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[Cluster]:
     if (name := pytestconfig.getoption("--soak-model")) is None:
         tiny = {"max_position_embeddings": 4096, "num_hidden_layers": 6}
         model = make_tiny_model(tmp_path / "tiny", **tiny)
     else:
         model = resolve_model(name, print)
-    with SoakCluster(tmp_path, str(model)) as cluster:
+    with soak_cluster(tmp_path, model) as cluster:
         yield cluster
         cluster.assert_holds_nothing_named()
 
@@ -54,7 +55,7 @@ def show(facts: dict[str, Any], path: Path | None) -> None:
         path.write_text(text + "\n")
 
 
-async def test_soak(cluster: SoakCluster, pytestconfig: pytest.Config) -> None:
+async def test_soak(cluster: Cluster, pytestconfig: pytest.Config) -> None:
     soak = Soak(cluster, Reference(Path(cluster.model)))
     seed = itertools.count()
     await soak.begin()
