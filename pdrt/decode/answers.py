@@ -10,7 +10,14 @@ import msgspec
 from pdrt.ids import Incarnation
 from pdrt.observe.metrics import Metrics
 from pdrt.observe.tracing import Attributes, Tracer
-from pdrt.protocol.gateway_messages import Finished, PromptLogprobs, Submit, Tokens, Usage
+from pdrt.protocol.gateway_messages import (
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Submit,
+    Tokens,
+    Usage,
+)
 from pdrt.sampling import TokenLogprobs
 from pdrt.scheduling.decode import StepPlan
 from pdrt.scheduling.decode_request import DecodeRequest, End
@@ -106,7 +113,7 @@ class Answers:
                 "request_id": request.context.request_id or "-",
                 "room": request.last_room or "-",
                 "outcome": end.reason.value,
-                "why": end.detail or "-",
+                "why": _why(end),
                 "prompt_tokens": request.prompt_tokens,
                 "output_tokens": request.output_tokens,
                 "cached_tokens": request.cached_tokens,
@@ -148,3 +155,8 @@ class Answers:
         self._metrics.observe_step(seconds, len(plan.sequences), plan.tokens)
         if plan.prompt_tokens:
             self._metrics.count_local_prefill_tokens(plan.prompt_tokens)
+
+
+def _why(end: End) -> str:
+    """For the log. A refusal may quote its client, whose grammar it was, say: it alone is told."""
+    return "-" if end.reason is FinishReason.REJECTED or not end.detail else end.detail

@@ -284,7 +284,8 @@ class Rooms:
                 "room": effect.room,
                 "request": request.request,
                 "reason": effect.reason.value,
-                "detail": effect.detail or "-",
+                # A refusal may quote the client.
+                "detail": "-" if effect.reason is Reason.REJECTED else effect.detail or "-",
             },
         )
         is_turned_away = effect.reason in TURNED_AWAY

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from random import Random
@@ -10,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
 from pdrt.decode.worker import DecodeWorker
 from pdrt.ids import RequestId, RoomId
@@ -59,10 +57,6 @@ SAMPLING = Sampling(
     logprobs=2,
     stop_token_ids=(9,),
 )
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(autouse=True)
