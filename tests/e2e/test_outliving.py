@@ -19,7 +19,7 @@ from tests.e2e.streams import Streams, assert_serves
 
 pytestmark = pytest.mark.e2e
 
-TOKENS = 120
+TOKENS = 300
 IGNORE_EOS = {"ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "extra_body": IGNORE_EOS},
@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "grammar": {
         **{"temperature": 1.0, "seed": 9},
-        "extra_body": {"guided_regex": "([a-f]{4}[0-9]{3} ){24}"},
+        "extra_body": {"guided_regex": "([a-f]{4}[0-9]{3} ){36}"},
     },
 }
 
@@ -69,12 +69,31 @@ async def stream(
         token_ids += getattr(choice, "token_ids", None) or []
         text += choice.text
         finish_reason = choice.finish_reason or finish_reason
-        if len(token_ids) > 10:
+        if len(token_ids) > 3:
             begun.set()
     assert usage is not None
     return Streamed(
         tuple(token_ids), text, finish_reason, usage.prompt_tokens, usage.completion_tokens
     )
+
+
+async def every_kind(client: openai.AsyncOpenAI, model: str, prompt: list[int]) -> list[Streamed]:
+    return [await stream(client, model, prompt, kind, asyncio.Event()) for kind in KINDS]
+
+
+async def scores(client: openai.AsyncOpenAI, model: str, prompt: list[int]) -> list[float]:
+    """Log probabilities of the prompt's tokens and of the output's."""
+    create: Any = client.completions.create
+    asked = {"prompt_logprobs": 1, "ignore_eos": True}
+    answer = await create(
+        model=model, prompt=prompt, max_tokens=5, temperature=0, logprobs=1, extra_body=asked
+    )
+    (choice,) = answer.choices
+    given = [
+        position[str(token)]
+        for token, position in zip(prompt[1:], choice.prompt_logprobs[1:], strict=True)
+    ]
+    return [one["logprob"] for one in given] + list(choice.logprobs.token_logprobs)
 
 
 async def test_a_decode_worker_dies_under_streams_of_every_kind(
@@ -84,18 +103,17 @@ async def test_a_decode_worker_dies_under_streams_of_every_kind(
     usage exact."""
     prompt = words(tiny_reference, 40, seed=40)
     async with cluster.client() as client, asyncio.timeout(HANG_SECONDS):
-        undisturbed = {
-            kind: await stream(client, cluster.name, prompt, kind, asyncio.Event())
-            for kind in KINDS
-        }
+        undisturbed = dict(zip(KINDS, await every_kind(client, cluster.name, prompt), strict=True))
         moved = cluster.processes["gateway"].text().count("moves to decode worker")
         tasks: list[tuple[str, asyncio.Task[Streamed]]] = []
         async with asyncio.TaskGroup() as group:
-            for kind in (*KINDS, *KINDS):
-                begun = asyncio.Event()
-                work = stream(client, cluster.name, prompt, kind, begun)
-                tasks.append((kind, group.create_task(work)))
-                await begun.wait()
+            for kind in KINDS:
+                # Two at once, which go to different workers.
+                events = [asyncio.Event(), asyncio.Event()]
+                works = [stream(client, cluster.name, prompt, kind, begun) for begun in events]
+                tasks += [(kind, group.create_task(work)) for work in works]
+                for begun in events:
+                    await begun.wait()
             cluster.processes["decode-0"].kill()
     for kind, task in tasks:
         assert task.result() == undisturbed[kind], kind
@@ -134,9 +152,12 @@ async def test_all_prefill_workers_die_in_the_middle_of_a_prompt(
     def local_tokens() -> float:
         return cluster.metric("pdrt_local_prefill_tokens_total", role="decode")
 
-    assert local_tokens() == 0, "every prompt so far was handed over"
+    before = local_tokens()
     long, short = words(tiny_reference, 3000, seed=3), words(tiny_reference, 30, seed=30)
     async with Streams(cluster) as streams, cluster.client() as client:
+        handed_over = await every_kind(client, cluster.name, short)
+        scored = await scores(client, cluster.name, short)
+        assert local_tokens() == before, "handed over, and not computed again"
         await streams.begin([words(tiny_reference, 20 + n, seed=n) for n in range(4)])
         work = complete(client, cluster.name, long, max_tokens=10, ignore_eos=True)
         task = asyncio.create_task(work)
@@ -145,13 +166,16 @@ async def test_all_prefill_workers_die_in_the_middle_of_a_prompt(
             cluster.processes[name].kill()
         answer = await complete(client, cluster.name, short, max_tokens=10, ignore_eos=True)
         long_answer = await task
+        assert await every_kind(client, cluster.name, short) == handed_over
+        found = await scores(client, cluster.name, short)
+        assert found == pytest.approx(scored, abs=1e-3)
     streams.assert_unharmed(tiny_reference)
     tiny_reference.assert_greedy(short, answer.text, 10, 10, ignore_eos=True)
     tiny_reference.assert_greedy(long, long_answer.text, 10, 10, ignore_eos=True)
     await until(lambda: (cluster.reasons() or [""])[0].startswith("degraded"), "what is wrong")
     assert cluster.get("/ready").status_code == 200  # type: ignore[union-attr]
     computed = local_tokens()
-    assert computed > 0
+    assert computed > before
     await asyncio.to_thread(cluster.start_missing)
     await assert_serves(cluster, tiny_reference)
     assert local_tokens() == computed
