@@ -111,7 +111,7 @@ OPERATIONS = (
     Operation(
         "get",
         "/ready",
-        "Whether a full pair of workers can serve",
+        "Whether workers can serve; with reasons, not as a full pair",
         {JSON: ReadyAnswer},
         others={503: ReadyAnswer},
     ),

@@ -26,5 +26,6 @@ def set_gauges(metrics: Metrics, registry: Registry, requests: Requests, streams
     )
     waiting = requests.waiting
     metrics.set_in_flight({"open": streams - waiting, "waiting": waiting})
-    metrics.set_ready(registry.readiness()[0])
+    can_serve, reasons = registry.readiness()
+    metrics.set_ready(can_serve and not reasons)
     metrics.set_attempts(requests.attempts)
