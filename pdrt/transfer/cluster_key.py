@@ -72,6 +72,8 @@ def read_key(config: SecurityConfig) -> ClusterKey | None:
             lines = file.read(FILE_BYTES_MAX).decode(errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(f"--cluster-key {path}: {error.strerror}") from error
+    except ValueError as error:  # a NUL
+        raise ConfigError(f"--cluster-key {path!r}: {error}") from error
     keys = [line.strip() for line in lines if line.startswith(PREFIX)]
     if len(keys) != 1:
         raise ConfigError(f"--cluster-key {path} is no cluster key; `pdrt keygen FILE` makes one")

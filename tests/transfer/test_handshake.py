@@ -333,6 +333,8 @@ def test_a_key_that_cannot_be_read(tmp_path: Path) -> None:
         read_key(config(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"--cluster-key .*: Is a directory"):
         read_key(config(tmp_path))
+    with pytest.raises(ConfigError, match="embedded null byte"):
+        read_key(SecurityConfig(cluster_key="\0"))
     with pytest.raises(ConfigError, match="is no cluster key"):
         read_key(config(Path("/dev/zero")))
 
