@@ -236,6 +236,7 @@ class Hub:
             match pending.popleft():
                 case Send(message):
                     if not self._send(message) and isinstance(message, Submit):
+                        self.registry.on_unreachable(message.worker)
                         pending.extend(self.requests.on_undelivered(message.request, self.clock()))
                 case Assigned(serial, decode, recomputed_tokens):
                     self._streams[serial].decodes.append(decode)

@@ -73,6 +73,8 @@ class Worker(msgspec.Struct):
     """Set exactly while LOST."""
     lost_by: WorkerEvent | None = None
     """Set exactly while LOST."""
+    is_reachable: bool = True
+    """False from when a request could not be sent to it until it says something: gets no others."""
     unpaired: frozenset[str] = frozenset()
     """Decode: usable prefill endpoints that it was paired with, and has lost since."""
 
@@ -134,6 +136,7 @@ class Registry:
             known = self.workers[message.worker] = Worker(message, WorkerState.LIVE)
         event = WorkerEvent.REGISTERED_DRAINING if message.draining else WorkerEvent.REGISTERED
         self._move(known, event, now)
+        self._reached(known)
         before, known.register = known.register, message
         self._clock.heard(message.worker, now)
         if message.role is Role.PREFILL:
@@ -170,6 +173,17 @@ class Registry:
         known = self.workers.get(worker)
         if known is not None and known.state is not WorkerState.LOST:
             self._clock.heard(worker, now)
+            self._reached(known)
+
+    def _reached(self, worker: Worker) -> None:
+        if not worker.is_reachable:
+            worker.is_reachable, self._decodes = True, None
+
+    def on_unreachable(self, worker: Incarnation) -> None:
+        """A request could not be sent to it. It may be dead, and until that is certain it would be
+        the first choice for every other request, as it has the fewest."""
+        if known := self.workers.get(worker):
+            known.is_reachable, self._decodes = False, None
 
     def on_gone(self, worker: Incarnation, now: float) -> bool:
         """Its last word: whether it is lost by this."""
@@ -222,6 +236,7 @@ class Registry:
         """True for one that may be given new requests, as far as it goes by itself."""
         return (
             worker.state is WorkerState.LIVE
+            and worker.is_reachable
             and worker.register.healthy
             and base_digest(worker.register.fingerprint.digest) in self._digests
         )
@@ -320,6 +335,8 @@ class Registry:
     def _complaints(self, worker: Worker) -> list[str]:
         if worker.state is WorkerState.DRAINING:
             return [f"{worker.name}: draining"]
+        if not worker.is_reachable:
+            return [f"{worker.name}: cannot be reached"]
         theirs = worker.register.fingerprint.digest
         if base_digest(theirs) not in self._digests:
             ours = " or ".join(self._digests)

@@ -362,3 +362,20 @@ def test_without_it_the_last_prefill_workers_end_is_the_end_of_service(registry:
     is_ready, reasons = registry.readiness()
     assert not is_ready
     assert "no prefill worker" in reasons
+
+
+def test_who_cannot_be_reached_gets_nothing_until_it_is_heard(registry: Registry) -> None:
+    """A dead worker has the fewest requests: every other one would be tried there first, until its
+    silence is certain."""
+    for message in (prefill(1), decode(8, pairs=(1,)), decode(9, pairs=(1,))):
+        registry.on_register(message, 0.0)
+    registry.on_unreachable(Incarnation(9))
+    assert [worker.incarnation for worker in registry.decodes()] == [8]
+    registry.on_unreachable(Incarnation(8))
+    ready, reasons = registry.readiness()
+    assert (ready, reasons) == (False, [f"decode {n:016x}: cannot be reached" for n in (8, 9)])
+    registry.heard(Incarnation(9), 0.1)
+    assert [worker.incarnation for worker in registry.decodes()] == [9]
+    registry.on_register(decode(8, seq=2, pairs=(1,)), 0.2)
+    assert [worker.incarnation for worker in registry.decodes()] == [8, 9]
+    registry.on_unreachable(Incarnation(77))
