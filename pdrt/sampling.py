@@ -19,6 +19,8 @@ RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Natural = Annotated[int, Meta(ge=0)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Of some vocabulary: tokenizers take 32 bits."""
 
 
 class GrammarKind(Enum):
@@ -113,5 +115,5 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Of the token itself; finite (-inf is sent as -9999.0)."""
     rank: Natural
     """How many tokens are at least as likely, itself included: 1 is the most likely."""
-    top: tuple[tuple[Natural, float], ...] = ()
+    top: tuple[tuple[TokenId, float], ...] = ()
     """(token, logprob) of the most likely tokens, as many as were asked for, best first."""

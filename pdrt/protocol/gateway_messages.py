@@ -14,7 +14,7 @@ import msgspec
 from pdrt.context import RequestContext
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.messages import Fingerprint, Load, Natural, Seconds
-from pdrt.sampling import Sampling, TokenLogprobs
+from pdrt.sampling import Sampling, TokenId, TokenLogprobs
 
 
 class Role(Enum):
@@ -88,7 +88,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
     worker: Incarnation
     first_index: Natural
-    token_ids: tuple[Natural, ...]
+    token_ids: tuple[TokenId, ...]
     cached_tokens: Natural | None = None
     """Of the prompt, found in a prefix cache; said with the first token at least. A stream that
     ends at a stop string has its usage from here, as no `Finished` is waited for."""

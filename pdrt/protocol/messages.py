@@ -15,7 +15,7 @@ from msgspec import Meta
 from pdrt.context import RequestContext
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.layout import KvLayout
-from pdrt.sampling import Sampling, TokenLogprobs
+from pdrt.sampling import Sampling, TokenId, TokenLogprobs
 
 PROTOCOL_VERSION = 3
 Natural = Annotated[int, Meta(ge=0)]
@@ -130,7 +130,7 @@ class RankProcess(msgspec.Struct, frozen=True):
 class FirstTokenData(msgspec.Struct, frozen=True):
     """The token sampled at the end of a prefill."""
 
-    token: Natural
+    token: TokenId
     prompt_tokens: Natural
     """Tokens that the grant carried."""
     cached_tokens: Natural = 0
