@@ -71,7 +71,8 @@ async def test_a_cluster_serves_its_own_and_refuses_others(tmp_path: Path) -> No
         assert why.startswith(f"{prefill.handover.endpoint}: ") and "--cluster-key" in why
         assert b"pdrt_refused_peers_total{" in stranger.view.render()
         assert stranger.incarnation not in prefill.table.peers.known
-    assert prefill.handover.refused["mechanism"] and prefill.handover.refused["key"]
+    refused = prefill.handover.refused
+    await until(lambda: refused["mechanism"] and refused["key"], "both to be counted")
     assert b"pdrt_refused_peers_total{" in prefill.view.render()
 
     # What a stranger says in a member's name is not heard.
