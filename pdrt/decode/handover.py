@@ -60,6 +60,7 @@ class Landing(msgspec.Struct, frozen=True):
     checksums: PageChecksums | None = None
     """With `--kv-checksum`."""
 
+
 RETRY_SECONDS = 1.0
 """Until what could not be opened for want of file descriptors is tried again."""
 

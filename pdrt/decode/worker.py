@@ -243,9 +243,7 @@ class DecodeWorker:
         if request is None:
             # Its `Submit` never came, or its `Finished` was lost: the client waits for nothing.
             why = "the decode worker does not have this request, or not any more"
-            lost = Finished(
-                credit.request, self.incarnation, FinishReason.UNAVAILABLE, detail=why
-            )
+            lost = Finished(credit.request, self.incarnation, FinishReason.UNAVAILABLE, detail=why)
             self.links.send(lost)
             return
         request.tokens_taken = max(request.tokens_taken, credit.tokens_taken)

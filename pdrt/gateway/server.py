@@ -173,6 +173,8 @@ def _watch_callbacks() -> asyncio.Future[None]:
 
 async def _raise(broken: asyncio.Future[None]) -> None:
     await broken
+
+
 def _note_end(task: asyncio.Task[None], server: HttpServer, broken: asyncio.Future[None]) -> None:
     """What ends without a word: by itself, or because what it waited for was cancelled, which
     a TaskGroup takes for a wish."""
@@ -180,8 +182,6 @@ def _note_end(task: asyncio.Task[None], server: HttpServer, broken: asyncio.Futu
     is_silent = task.cancelled() or task.exception() is None
     if is_silent and not is_wanted and not broken.done():
         broken.set_exception(AssertionError(f"the task {task.get_name()!r} has ended by itself"))
-
-
 
 
 async def _tick(hub: Hub, channel: RouterChannel) -> None:

@@ -136,8 +136,6 @@ class Chaos:
         self._first_uses = {pid: self._first_uses[pid] for pid in uses}
 
 
-
-
 async def _heal_later(injury: Injury, hold_seconds: float) -> None:
     await asyncio.sleep(hold_seconds)
     await injury.heal()

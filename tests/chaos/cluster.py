@@ -81,5 +81,3 @@ class Cluster(Deployment):
 
     def name_of(self, pid: int) -> str:
         return next(name for name, process in self.processes.items() if process.pid == pid)
-
-

@@ -221,8 +221,10 @@ class Storm:
         names = [stream.request for stream in streams]
         requests = self._pair.decode.scheduler.requests
         await until(
-            lambda: all(n in requests and requests[n].output_tokens for n in names)
-            and not self._pair.decode.table.leases,
+            lambda: (
+                all(n in requests and requests[n].output_tokens for n in names)
+                and not self._pair.decode.table.leases
+            ),
             "the landing of all",
         )
         count = len(executor.steps)
