@@ -54,6 +54,11 @@ class EngineInstance:
         """Rooms that ended UNSETTLED on it: their source pages stay."""
 
 
+ENGINES_MAX = 4
+"""Of one decode incarnation. Fences may follow each other faster than writes that hang end, and
+with them their engines: the next generation waits for one to be gone."""
+
+
 class DecodePeer:
     """One decode incarnation."""
 
@@ -247,7 +252,7 @@ class DecodePeers:
         if generation <= peer.unsettled_generation:
             return self._answer(peer, hello, 0, None)
         engine = peer.engines.get(generation)
-        if engine is None and not peer.is_answered:
+        if engine is None and not peer.is_answered and len(peer.engines) < ENGINES_MAX:
             deadline = now + self._config.retire_seconds_max
             ranks = len(self._worker.ranks)
             peer.engines[generation] = EngineInstance(hello.segments, ranks, deadline)

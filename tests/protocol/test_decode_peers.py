@@ -9,7 +9,7 @@ import pytest
 
 from pdrt.config import ProtocolConfig
 from pdrt.ids import Incarnation
-from pdrt.protocol.decode_peers import EngineState
+from pdrt.protocol.decode_peers import ENGINES_MAX, EngineState
 from pdrt.protocol.effects import CloseEngine, CloseRoom, OpenEngine
 from pdrt.protocol.messages import Outcome, Reason
 from tests.protocol.traces import (
@@ -86,6 +86,22 @@ def test_welcome_lists_the_rooms_of_its_own_decode_worker(prefill: Prefill) -> N
     assert one(sent(prefill.hello())).rooms == (mine.serial, ending.serial)
     prefill.rank_ended(ending, Outcome.ENDED)
     assert one(sent(prefill.hello())).rooms == (mine.serial,)
+
+
+def test_a_generation_waits_while_too_many_engines_are_held(prefill: Prefill) -> None:
+    rooms = []
+    for generation in range(1, ENGINES_MAX + 1):
+        prefill.pair(generation=generation)
+        rooms.append(prefill.grant(generation=generation))
+    last = ENGINES_MAX + 1
+    for _ in range(2):
+        effects = prefill.hello(generation=last, floor=last)
+        assert not only(effects, OpenEngine)
+    assert one(sent(effects)).generation == 0, "it is said that we are alive"
+    assert len(engines(prefill)) == ENGINES_MAX
+    assert only(prefill.rank_ended(rooms[0], Outcome.ENDED), CloseEngine)
+    effects = prefill.engine_closed(generation=1)
+    assert one(only(effects, OpenEngine)).generation == last
 
 
 # Refusals
