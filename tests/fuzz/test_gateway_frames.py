@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
 from pdrt.ids import Incarnation, RequestId, routing_id
 from pdrt.protocol.codec import encode
@@ -29,11 +28,9 @@ from pdrt.protocol.gateway_messages import (
 from pdrt.protocol.messages import PROTOCOL_VERSION, Load
 from tests.fuzz.effort import Fuzz, efforts
 from tests.fuzz.hostile import mutated, scrambled
-from tests.fuzz.test_http import Answer, Gateway, as_json
 from tests.gateway.stand_in import scored
+from tests.gateway.whole import Answer, Gateway, as_json, serve
 from tests.gateway.workers import GATEWAY, decode, prefill
-from tests.model.templates import TEMPLATES
-from tests.model.tiny import make_tokenizer
 
 PREFILL, DECODE, STRANGER = Incarnation(1), Incarnation(2), Incarnation(3)
 SERIAL = 1000
@@ -67,24 +64,8 @@ class Hostile(Gateway):
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
 def gateway(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(directory)
-
-    async def make() -> Hostile:
-        return Hostile(directory)
-
-    made = runner.run(make())
-    yield made
-    made.model.close()
+    yield from serve(Hostile, runner, tmp_path_factory)
 
 
 def tree(message: msgspec.Struct) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,9 +21,7 @@ from pdrt.gateway.schema.bounds import (
     STOPS_MAX,
 )
 from pdrt.protocol.gateway_messages import GatewayToWorker, Submit
-from tests.fuzz.test_http import Gateway, as_json
-from tests.model.templates import TEMPLATES
-from tests.model.tiny import make_tokenizer
+from tests.gateway.whole import Gateway, as_json, serve
 
 CONTEXT = 512
 """Of the workers; the model's own is longer."""
@@ -51,17 +48,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def gateway(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counting]:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(directory)
-
-    async def make() -> Counting:
-        return Counting(directory)
-
-    made = runner.run(make())
-    yield made
-    made.model.close()
+    yield from serve(Counting, runner, tmp_path_factory)
 
 
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:

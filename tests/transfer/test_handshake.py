@@ -168,20 +168,11 @@ async def test_a_key_that_is_put_right_is_found_without_a_restart(
     await until(lambda: dealer.channel.refusal, "the refusal")
     port = wrong.channel.port
     wrong.channel.close()
-    right: list[Bound] = []
-
-    def bind() -> bool:
-        try:
-            right.append(Bound(OURS, port))
-        except ConfigError:
-            return False
-        return True
-
-    await until(bind, "the port")
-    closing.append(right[0])
+    right = await bound(OURS, port)
+    closing.append(right)
     await dealer.say(b"hello")
-    await until(lambda: right[0].heard, "hello")
-    assert right[0].channel.send(b"wa", b"welcome")
+    await until(lambda: right.heard, "hello")
+    assert right.channel.send(b"wa", b"welcome")
     await until(lambda: dealer.heard, "the answer")
     assert dealer.channel.refusal is None
 
@@ -201,19 +192,25 @@ async def test_what_is_no_zmq_on_the_port_is_left_as_soon_as_it_is_gone(
     await until(lambda: dealer.refused, "the refusal")
     server.close()
     await server.wait_closed()
-    router: list[Bound] = []
+    router = await bound(None, port)
+    closing.append(router)
+    await dealer.say(b"hello")
+    await until(lambda: router.heard, "hello")
+
+
+async def bound(key: ClusterKey | None, port: int) -> Bound:
+    """As soon as the port is free."""
+    made: list[Bound] = []
 
     def bind() -> bool:
         try:
-            router.append(Bound(None, port))
+            made.append(Bound(key, port))
         except ConfigError:
             return False
         return True
 
     await until(bind, "the port")
-    closing.append(router[0])
-    await dealer.say(b"hello")
-    await until(lambda: router[0].heard, "hello")
+    return made[0]
 
 
 def greeting(mechanism: bytes) -> bytes:
