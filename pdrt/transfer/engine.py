@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdrt.ids import Incarnation
+from pdrt.ids import Incarnation, RoomId
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.protocol.writers import FenceKind
@@ -26,12 +26,17 @@ class ByteRange(msgspec.Struct, frozen=True):
 
 
 class WriteRequest(msgspec.Struct, frozen=True):
-    """What one write copies, and into whose segment."""
+    """What one write copies, for which room, and into whose segment."""
 
-    decode: Incarnation
+    room: RoomId
     generation: int
     decode_rank: int
     ranges: tuple[ByteRange, ...]
+
+    @property
+    def decode(self) -> Incarnation:
+        """Whose segment it is."""
+        return self.room.decode
 
 
 OnSettled = Callable[[WriteOutcome, str], None]

@@ -191,7 +191,7 @@ class RoomTask:
 
     def _write(self, write: Write) -> None:
         request = WriteRequest(
-            decode=self.room.decode,
+            room=self.room,
             generation=self._generation,
             decode_rank=write.decode_rank,
             ranges=self._transfer.plan.ranges(write),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pdrt.errors import EngineError
-from pdrt.ids import Incarnation
+from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
@@ -81,7 +81,7 @@ class Writes:
             self.answers[number].append(outcome)
             self.details.append(detail)
 
-        self.sender.write(WriteRequest(DECODE, generation, rank, ranges), settled)
+        self.sender.write(WriteRequest(RoomId(DECODE, 1), generation, rank, ranges), settled)
 
     async def settled(self, *numbers: int) -> None:
         await until(lambda: all(self.answers[n] for n in numbers), "the answers")
