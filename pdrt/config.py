@@ -114,6 +114,18 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
+class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The `mooncake` transfer engine (docs/operations.md, Transfer engines)."""
+
+    mooncake_protocol: Annotated[
+        Literal["tcp", "rdma", "efa", "nvlink"],
+        _doc("what mooncake moves KV over; anything but tcp is untested"),
+    ] = "tcp"
+    mooncake_devices: Annotated[
+        str, _doc("RDMA devices that mooncake uses, as in mlx5_0,mlx5_1; all if not given")
+    ] = ""
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How much runs at once."""
 
