@@ -29,6 +29,7 @@ Async prefill/decode disaggregation runtime for LLM serving.
   bench     latency, throughput and goodput of this or any OpenAI-compatible endpoint
   keygen    make the key that keeps strangers out of a cluster
   doctor    what this machine lacks, and what to do about it
+  torture   whether a transfer engine's fence holds here: faults in mid-write, late bytes counted
   version   print the version
 
 `pdrt COMMAND --help` lists the flags of a command.
@@ -67,6 +68,7 @@ def _dispatch(arguments: list[str]) -> int:
         "bench": _bench,
         "doctor": _doctor,
         "keygen": _keygen,
+        "torture": _torture,
     }
     if command not in commands:
         hint = nearest(command, [*commands, "version"]) or "; see pdrt --help"
@@ -126,3 +128,9 @@ def _keygen(arguments: list[str]) -> int:
     from pdrt.cli.keygen import keygen
 
     return keygen(arguments)
+
+
+def _torture(arguments: list[str]) -> int:
+    from pdrt.cli.torture.command import torture
+
+    return torture(arguments)
