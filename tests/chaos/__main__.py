@@ -12,7 +12,8 @@ from pathlib import Path
 from pdrt.model.fetch import resolve_model
 from tests.chaos.chaos import Chaos
 from tests.chaos.cluster import Cluster
-from tests.chaos.faults import KINDS
+from tests.chaos.faults import ALL_KINDS, KINDS
+from tests.chaos.hosts import Hosts
 from tests.chaos.shapes import Shapes
 from tests.e2e.reference import Reference
 from tests.model.tiny import make_tiny_model
@@ -25,7 +26,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first round (default 0)")
     parser.add_argument("--rounds", type=int, default=10, help="how many (default 10)")
     parser.add_argument("--waves", type=int, default=5, help="of faults, a round (default 5)")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="only these")
+    parser.add_argument("--kind", action="append", choices=sorted(ALL_KINDS), help="only these")
+    parser.add_argument(
+        "--hosts", action="store_true", help="one for each process: network namespaces, for root"
+    )
     parser.add_argument("--workers", type=int, default=2, help="of each role (default 2)")
     parser.add_argument("--clients", type=int, default=8, help="that want answers (default 8)")
     parser.add_argument("--storm", type=int, default=0, help="aborts before each round (default 0)")
@@ -42,9 +46,11 @@ async def run(arguments: argparse.Namespace, folder: Path) -> int:
         model = make_tiny_model(folder / "tiny", max_position_embeddings=4096, num_hidden_layers=6)
     else:
         model = resolve_model(arguments.model, print)
-    with Cluster(folder, str(model), arguments.workers, arguments.flag) as cluster:
+    make = Hosts if arguments.hosts else Cluster
+    with make(folder, str(model), arguments.workers, arguments.flag) as cluster:
         chaos = Chaos(cluster, Shapes(Reference(model), 40, 300), arguments.clients)
-        kinds, failed = arguments.kind or list(KINDS), True
+        kinds = arguments.kind or list(ALL_KINDS if arguments.hosts else KINDS)
+        failed = True
         try:
             await chaos.begin()
             for seed in range(arguments.seed, arguments.seed + arguments.rounds):

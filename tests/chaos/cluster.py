@@ -44,13 +44,17 @@ class Cluster(Deployment):
         """Start, or start again. On the main thread only: the kernel ends a child with the thread
         that made it."""
         role = name.partition("-")[0]
-        more = [flag for for_role, flag in self._flags if for_role == role]
+        more = [flag for for_role, flag in self._flags if for_role == role] + self.flags_of(name)
         if role == "gateway":
             self.gateway(name, *PROTOCOL, *more)
         elif role == "prefill":
             self.prefill(name, *WORKER, *PROTOCOL, *more)
         else:
             self.decode(name, *WORKER, *PROTOCOL, *more)
+
+    def flags_of(self, name: str) -> list[str]:
+        """What is this process's alone."""
+        return []
 
     def start_all(self) -> None:
         for names in self.names.values():

@@ -8,15 +8,14 @@ import os
 import random
 import resource
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from tests.chaos import proc
-from tests.chaos.cluster import SILENCE_SECONDS, Cluster
-
-Heal = Callable[[], Awaitable[None]]
-Fault = Callable[[Cluster, str, random.Random], Heal]
+from tests.chaos.cluster import Cluster
+from tests.chaos.kinds import LONG_SECONDS, SHORT_SECONDS, Heal, Kind
+from tests.chaos.network_faults import HOST_KINDS
 
 
 def kill(cluster: Cluster, name: str, dice: random.Random) -> Heal:
@@ -95,24 +94,8 @@ async def _nothing() -> None:
     """It is over already."""
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """A row of the report."""
-
-    name: str
-    inject: Fault
-    role: str
-    hold_seconds: float = 0.0
-    """Between the fault and its undoing, so much to twice as much."""
-    takes_all: bool = False
-    """Every worker of the role at once: nobody can serve."""
-    breaks_connections: bool = False
-    """Those of clients, which see it."""
-
-
 WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "gateway")
-SHORT_SECONDS = SILENCE_SECONDS / 8
-LONG_SECONDS = SILENCE_SECONDS * 1.5
 RESTART_SECONDS = 12.0
 
 
@@ -138,6 +121,8 @@ def _kinds() -> list[Kind]:
 
 
 KINDS = {kind.name: kind for kind in _kinds()}
+ALL_KINDS = KINDS | HOST_KINDS
+"""Those between hosts need some (`hosts.py`)."""
 SHORT_ROUND = (
     ("kill prefill", "kill decode", "exhaust fds of gateway"),
     ("stop prefill for long", "fill disk of decode", "stop gateway shortly"),
@@ -153,7 +138,7 @@ def draw_wave(dice: random.Random, names: Sequence[str]) -> tuple[str, ...]:
     unharmed, unless all of it are taken at once."""
     wave: dict[str, str] = {}
     for name in dice.sample(names, min(len(names), dice.randint(1, WAVE_MAX))):
-        wave.setdefault(KINDS[name].role, name)
+        wave.setdefault(ALL_KINDS[name].role, name)
     return tuple(wave.values())
 
 
@@ -167,7 +152,7 @@ class Injury(msgspec.Struct, frozen=True):
 
 def strike(cluster: Cluster, name: str, dice: random.Random) -> list[Injury]:
     """Do what `name` says, to one process of its role or to all."""
-    kind = KINDS[name]
+    kind = ALL_KINDS[name]
     targets = cluster.names[kind.role]
     if not kind.takes_all:
         targets = [dice.choice(targets)]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +74,15 @@ def is_alive(pid: int) -> bool:
 class Process:
     """One `python -m pdrt …` and what it has printed."""
 
-    def __init__(self, name: str, arguments: list[str], folder: Path, mark: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        folder: Path,
+        mark: str,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """`prefix`: a command that becomes the process, such as `ip netns exec`."""
         self.name = name
         folder.mkdir(parents=True, exist_ok=True)
         self.temporary = folder / "tmp"
@@ -82,7 +90,7 @@ class Process:
         self._log = (folder / f"{name}.log").open("a+")
         kept = {key: value for key, value in os.environ.items() if not key.startswith("PDRT_")}
         self._popen = subprocess.Popen(
-            [sys.executable, "-c", _EXEC, *arguments],
+            [*prefix, sys.executable, "-c", _EXEC, *arguments],
             env={
                 **kept,
                 "PYTHONPATH": str(ROOT),
@@ -144,6 +152,7 @@ class Deployment:
         self.folder = folder
         self.model = model
         self.name = Path(model).name
+        self.gateway_host = "127.0.0.1"
         self.port = free_port()
         self.worker_port = free_port()
         self.processes: dict[str, Process] = {}
@@ -174,9 +183,15 @@ class Deployment:
         if (before := self.processes.get(name)) is not None:
             before.close()
         self._serial += 1
-        process = Process(f"{name}.{self._serial}", list(arguments), self.folder, self._mark)
+        log = f"{name}.{self._serial}"
+        prefix = self.prefix_of(name)
+        process = Process(log, list(arguments), self.folder, self._mark, prefix)
         self.processes[name] = process
         return process
+
+    def prefix_of(self, name: str) -> Sequence[str]:
+        """What a process is started by, beside Python."""
+        return ()
 
     def up(self, *flags: str) -> Process:
         arguments = ["--model", self.model, "--port", str(self.port)]
@@ -195,7 +210,7 @@ class Deployment:
 
     def _worker(self, role: str, name: str, *flags: str) -> Process:
         arguments = [role, "--threads", "1", "--cpus", str(next(self._cpus))]
-        arguments += ["--gateway", f"127.0.0.1:{self.worker_port}"]
+        arguments += ["--gateway", f"{self.gateway_host}:{self.worker_port}"]
         if "--model" not in flags:
             arguments += ["--model", self.model]
         return self.run(name, *arguments, *flags)
@@ -208,7 +223,7 @@ class Deployment:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.gateway_host}:{self.port}"
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
         """To be closed by the caller (`async with`)."""
