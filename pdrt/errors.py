@@ -15,6 +15,11 @@ class ModelError(PdrtError):
     """The model cannot be loaded or does not fit this runtime; names the reason."""
 
 
+class RanksLost(PdrtError):
+    """The ranks of a worker no longer compute together: one is dead, silent or has failed. None is
+    replaced alone, so the worker ends; the text says what was noticed."""
+
+
 class EngineError(PdrtError):
     """A transfer engine refused or failed before it accepted anything."""
 
@@ -25,6 +30,10 @@ class PeerRefused(PdrtError):
 
 class PoolExhausted(PdrtError):
     """Not enough free pages. The caller queues, preempts or refuses; nothing was taken."""
+
+
+class DeviceLost(PdrtError):
+    """A GPU cannot say what it has written. Only the end of this process makes that certain."""
 
 
 class Unavailable(PdrtError):

@@ -1,6 +1,7 @@
-"""The memory of one rank's KV pool: one contiguous tensor, on CPU inside a memfd.
+"""The memory of one rank's KV pool: one contiguous tensor, on CPU inside a memfd, on a GPU an
+allocation of its own.
 
-A memfd has no name and no `/dev/shm` entry: when the last process that maps it dies, it is gone.
+Neither has a name or a `/dev/shm` entry: when the last process that maps it dies, it is gone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import torch
 
 from pdrt.errors import ConfigError
+from pdrt.kv.cuda import CudaAllocation, CudaDevice, loaded_runtime
 from pdrt.kv.layout import KvLayout
 
 
@@ -21,10 +23,12 @@ class KvPool:
         tensor: the pool; shape (pages, kv_heads, layers, 2, page_size, head_dim).
         address: of the first byte, in this process.
         fd: the memfd that other local processes map (CPU only, else None).
+        cuda: the allocation that other local processes map (GPU only, else None).
     """
 
     def __init__(self, layout: KvLayout, pages: int, device: torch.device) -> None:
-        """Allocate `pages` pages of `layout` (of this rank's heads) on `device`.
+        """Allocate `pages` pages of `layout` (of this rank's heads) on `device`, the CPU or one
+        GPU by its number.
 
         Raises:
             ConfigError: the memory cannot be had; says how much was asked for.
@@ -33,6 +37,7 @@ class KvPool:
         self.pages = pages
         self.size_bytes = pages * layout.page_bytes
         self.fd: int | None = None
+        self.cuda: CudaAllocation | None = None
         shape = (
             pages, layout.kv_heads, layout.layers, 2, layout.page_size, layout.head_dim,
         )  # fmt: skip
@@ -41,7 +46,7 @@ class KvPool:
             if device.type == "cpu":
                 self.tensor = self._map_memfd(dtype).view(shape)
             else:
-                self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+                self.tensor = self._allocate(device).view(dtype).view(shape)
         except (OSError, RuntimeError, OverflowError) as error:
             self.close()
             raise ConfigError(
@@ -58,8 +63,18 @@ class KvPool:
         mapping.madvise(mmap.MADV_DONTFORK)
         return torch.frombuffer(mapping, dtype=dtype)
 
+    def _allocate(self, device: torch.device) -> torch.Tensor:
+        """Bytes."""
+        assert device.type == "cuda", device
+        assert device.index is not None, device
+        self.cuda = CudaAllocation(CudaDevice(loaded_runtime(), device.index), self.size_bytes)
+        tensor = torch.as_tensor(self.cuda, device=device)
+        assert tensor.data_ptr() == self.cuda.address, "torch has made a copy"
+        return tensor
+
     def close(self) -> None:
-        """Give the memfd back; the mapping goes with the tensor."""
+        """Give the memfd back; the memory goes with the tensor."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+        self.cuda = None

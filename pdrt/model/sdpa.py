@@ -59,6 +59,8 @@ class SdpaBackend:
     """Implements `AttentionBackend` with plain torch operators."""
 
     def __init__(self) -> None:
+        # A plan of cuDNN is made per shape, which takes long, and the shapes of most steps are new.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         # Gathered keys and values: kept, as fresh ones of this size cost a page fault per 4 KB.
         self._scratch: list[Tensor] = [torch.empty(0), torch.empty(0)]
 

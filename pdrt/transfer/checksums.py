@@ -6,8 +6,10 @@ import asyncio
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
+import torch
 
 from pdrt.kv.layout import SliceCopy
 from pdrt.kv.pool import KvPool
@@ -21,18 +23,37 @@ class _Piece(msgspec.Struct, frozen=True):
     name: SliceChecksums
 
 
+class _HostBytes:
+    """A pool in host memory, without a copy."""
+
+    def __init__(self, pool: KvPool) -> None:
+        memory = (ctypes.c_char * pool.size_bytes).from_address(pool.address)
+        self._memory = memoryview(memory).cast("B")
+
+    def read(self, start: int, length: int) -> Any:
+        return self._memory[start : start + length]
+
+
+class _DeviceBytes:
+    """A pool on a GPU, read piece by piece."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self._memory = pool.tensor.view(-1).view(torch.uint8)
+
+    def read(self, start: int, length: int) -> Any:
+        return self._memory[start : start + length].cpu().numpy()
+
+
 class PageChecksums:
-    """Checksums of one rank's pool, which is in host memory, computed on a thread of its own: the
-    loop does not wait for memory. `cli.validate` has seen that xxhash is installed."""
+    """Checksums of one rank's pool, computed on a thread of its own: the loop does not wait for
+    memory. `cli.validate` has seen that xxhash is installed."""
 
     def __init__(self, pool: KvPool) -> None:
         from xxhash import xxh3_64_intdigest
 
         self._digest = xxh3_64_intdigest
-        self._pool = pool
+        self._pool = _HostBytes(pool) if pool.cuda is None else _DeviceBytes(pool)
         self._page_bytes = pool.layout.page_bytes
-        memory = (ctypes.c_char * pool.size_bytes).from_address(pool.address)
-        self._memory = memoryview(memory).cast("B")
         self._thread = ThreadPoolExecutor(1, "pdrt-checksum")
 
     def of_source(
@@ -70,7 +91,7 @@ class PageChecksums:
     def _of(self, page: int, offset: int, length: int) -> int:
         assert 0 <= offset <= offset + length <= self._page_bytes, (offset, length)
         start = page * self._page_bytes + offset
-        return self._digest(self._memory[start : start + length])
+        return self._digest(self._pool.read(start, length))
 
     def close(self) -> None:
         """At exit: the process ends with its thread."""

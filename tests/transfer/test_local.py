@@ -19,7 +19,8 @@ from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.protocol.writers import FenceKind
 from pdrt.transfer.engine import ByteRange, WriteRequest, coalesce
-from pdrt.transfer.local import LocalDescriptor, LocalReceiver, LocalSender
+from pdrt.transfer.local import LocalReceiver, LocalSender
+from pdrt.transfer.local_memory import HostDescriptor
 from tests.decode.deployment import NEVER, until
 from tests.transfer import receiver
 from tests.transfer.copies import CopyGate
@@ -38,8 +39,8 @@ class Remote(Forked):
         self.segment = Segment(0, "local", self.first)
 
     @property
-    def descriptor(self) -> LocalDescriptor:
-        return msgspec.msgpack.decode(self.segment.descriptor, type=LocalDescriptor)
+    def descriptor(self) -> HostDescriptor:
+        return msgspec.msgpack.decode(self.segment.descriptor, type=HostDescriptor)
 
     def digest(self) -> str:
         """Of the pool's content, as its owner sees it."""
@@ -135,7 +136,7 @@ async def test_what_the_receiver_says_of_itself() -> None:
     one = await receiver.open_segment(0, "tcp://a:1", 1)
     two = await receiver.open_segment(0, "tcp://b:1", 7)
     first, second = (
-        msgspec.msgpack.decode(segment.descriptor, type=LocalDescriptor) for segment in (one, two)
+        msgspec.msgpack.decode(segment.descriptor, type=HostDescriptor) for segment in (one, two)
     )
     assert first.name != second.name, "two pairings never look alike"
     same = msgspec.structs.replace(second, name=first.name)
@@ -202,7 +203,7 @@ async def test_an_empty_file(writes: Writes, remote: Remote) -> None:
     fd = os.memfd_create("empty")
     here = LocalReceiver(writes.pool)
     segment = await here.open_segment(0, "tcp://a:1", 1)
-    descriptor = msgspec.msgpack.decode(segment.descriptor, type=LocalDescriptor)
+    descriptor = msgspec.msgpack.decode(segment.descriptor, type=HostDescriptor)
     empty = msgspec.structs.replace(descriptor, fd=fd, inode=os.fstat(fd).st_ino, size_bytes=0)
     segment = Segment(0, "local", msgspec.msgpack.encode(empty))
     await refused(writes, segment, "cannot map")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdrt.cli.cores import allowed_cpus
-from pdrt.cli.doctor import hardware, software, system
+from pdrt.cli.doctor import cuda, hardware, software, system
 from pdrt.cli.doctor.finding import GIB, Finding, Verdict, warning
 from pdrt.cli.flags import Parser
 from pdrt.cli.roles import has_cuda
@@ -81,6 +81,7 @@ def checks(flags: dict[str, Any]) -> dict[str, Check]:
         "processes": system.pid_namespace,
         "ptrace": system.ptrace,
         "gpu": lambda: hardware.gpu(has_gpu),
+        "cuda": lambda: [] if flags["no_torch"] else cuda.sharing(has_gpu),
         "rdma": lambda: hardware.rdma(devices, hardware.has_libibverbs()),
         "loopback": system.loopback,
         "ports": lambda: system.ports(flags["host"], wanted),
