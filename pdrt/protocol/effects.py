@@ -1,6 +1,7 @@
 """What the pure halves of the hand-over ask their workers to do. Values only.
 
-A worker applies the effects of one event, in order, before it passes in the next event.
+A worker applies the effects of one event, in order, before it passes in the next event. Those with
+a tag are told to every rank as they are.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class Disconnect(msgspec.Struct, frozen=True):
     endpoint: str
 
 
-class OpenSegment(msgspec.Struct, frozen=True):
+class OpenSegment(msgspec.Struct, frozen=True, tag=True):
     """On every rank: expose the pool to this prefill worker; answer `segment_opened`."""
 
     endpoint: str
     generation: int
 
 
-class CloseSegment(msgspec.Struct, frozen=True):
+class CloseSegment(msgspec.Struct, frozen=True, tag=True):
     """On every rank: tear the segment down so that nobody can write through it any more; answer
     `segment_closed` once that is certain."""
 
@@ -96,7 +97,7 @@ class LeaseReady(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class ChecksumPages(msgspec.Struct, frozen=True):
+class ChecksumPages(msgspec.Struct, frozen=True, tag=True):
     """On every rank: compute the same checksums over what has landed in `pages`; answer
     `checksummed`. The lease may be gone by then."""
 
@@ -167,7 +168,7 @@ class SendToDecode(msgspec.Struct, frozen=True):
     message: PrefillToDecode
 
 
-class OpenEngine(msgspec.Struct, frozen=True):
+class OpenEngine(msgspec.Struct, frozen=True, tag=True):
     """On every rank: reach these segments; answer `engine_opened` or `engine_refused`."""
 
     decode: Incarnation
@@ -175,7 +176,7 @@ class OpenEngine(msgspec.Struct, frozen=True):
     segments: tuple[Segment, ...]
 
 
-class CloseEngine(msgspec.Struct, frozen=True):
+class CloseEngine(msgspec.Struct, frozen=True, tag=True):
     """On every rank: destroy the instance; answer `engine_closed` once it can touch nothing."""
 
     decode: Incarnation

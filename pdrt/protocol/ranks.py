@@ -11,6 +11,7 @@ class RankWatch:
     """Signs of life of the ranks other than the leader."""
 
     def __init__(self, ranks: int, config: ProtocolConfig, now: float) -> None:
+        self._seconds = config.silence_seconds
         self._clock: SilenceClock[int] = SilenceClock(
             config.silence_seconds, config.tick_late_seconds, now
         )
@@ -23,4 +24,5 @@ class RankWatch:
 
     def handle_timer(self, now: float) -> list[EndWorker]:
         """`EndWorker` when a rank hangs."""
-        return [EndWorker(f"rank {rank} is silent") for rank in self._clock.tick(now)]
+        silence = f"has been silent for {self._seconds:g} s (--silence-seconds)"
+        return [EndWorker(f"rank {rank} {silence}") for rank in self._clock.tick(now)]

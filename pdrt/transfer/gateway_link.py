@@ -172,14 +172,21 @@ class GatewayLinks:
         link = self._of(message.request.gateway)
         return link is not None and link.channel.send(encode(message))
 
-    def answer(self, inspect: Inspect, view: View, check: Callable[[], None]) -> None:
-        """Answer an `Inspect`; `check` raises AssertionError where an invariant is broken."""
-        broken: tuple[str, ...] = ()
+    def answer(
+        self,
+        inspect: Inspect,
+        view: View,
+        check: Callable[[], None],
+        broken_elsewhere: Sequence[str] = (),
+    ) -> None:
+        """Answer an `Inspect`; `check` raises AssertionError where an invariant is broken.
+        `broken_elsewhere`: on other ranks of this worker."""
+        broken = tuple(broken_elsewhere)
         if inspect.check:
             try:
                 check()
             except AssertionError as error:
-                broken = (f"{type(error).__name__}: {error}",)
+                broken = (f"{type(error).__name__}: {error}", *broken)
         link = self._of(inspect.gateway)
         if link is not None:
             report = Report(

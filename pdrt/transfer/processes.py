@@ -35,7 +35,11 @@ def pid_namespace() -> int:
 
 def this_process() -> RankProcess:
     """What a peer needs to know to fence us."""
-    pid = os.getpid()
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> RankProcess:
+    """The same of a child of ours that has not been reaped."""
     started = start_time(pid)
     assert started is not None, pid
     return RankProcess(pid=pid, start_time=started, pid_namespace=pid_namespace())

@@ -16,7 +16,7 @@ import msgspec
 
 from pdrt.errors import EngineError
 from pdrt.ids import RoomId
-from pdrt.kv.layout import SliceCopy
+from pdrt.kv.layout import KvLayout, SliceCopy, rank_heads, slice_plan
 from pdrt.protocol.messages import Grant, Outcome, Reason, SliceChecksums
 from pdrt.protocol.room_writer import (
     RankEnd,
@@ -32,15 +32,30 @@ from pdrt.transfer.engine import ByteRange, OnSettled, Sender, WriteRequest, coa
 log = logging.getLogger(__name__)
 
 
-class ForwardStarted(msgspec.Struct, frozen=True):
+class RankRoom(msgspec.Struct, frozen=True, tag=True):
+    """Opens a room on a rank: what that must know of its grant."""
+
+    room: RoomId
+    generation: int
+    pages: tuple[int, ...]
+    """Destinations of the prompt's pages from `first_page` on; perhaps none."""
+    first_page: int
+
+
+def rank_room(grant: Grant) -> RankRoom:
+    """Of a grant that has been accepted."""
+    return RankRoom(grant.room, grant.generation, grant.pages, grant.first_page)
+
+
+class ForwardStarted(msgspec.Struct, frozen=True, tag=True):
     """A forward that fills source pages has been planned."""
 
 
-class ForwardEnded(msgspec.Struct, frozen=True):
+class ForwardEnded(msgspec.Struct, frozen=True, tag=True):
     """It has returned."""
 
 
-class PagesFinished(msgspec.Struct, frozen=True):
+class PagesFinished(msgspec.Struct, frozen=True, tag=True):
     """The prompt's pages up to index `finished` are complete."""
 
     source_pages: Sequence[int]
@@ -49,11 +64,22 @@ class PagesFinished(msgspec.Struct, frozen=True):
     """The whole prompt has been computed."""
 
 
-class Close(msgspec.Struct, frozen=True):
+class Close(msgspec.Struct, frozen=True, tag=True):
     """Submit nothing more."""
 
     reason: Reason
     detail: str = ""
+
+
+LeaderEvent = ForwardStarted | ForwardEnded | PagesFinished | Close
+"""What the leader tells a room, on every rank."""
+
+
+class ToRoom(msgspec.Struct, frozen=True, tag=True):
+    """To the task of one room."""
+
+    room: RoomId
+    event: LeaderEvent
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -65,7 +91,7 @@ class Settled(msgspec.Struct, frozen=True):
     checksums: tuple[SliceChecksums, ...] = ()
 
 
-RoomEvent = ForwardStarted | ForwardEnded | PagesFinished | Close | Settled
+RoomEvent = LeaderEvent | Settled
 OnEnd = Callable[[RoomId, RankEnd], None]
 
 
@@ -104,6 +130,20 @@ class SlicePlan(msgspec.Struct, frozen=True):
         return coalesce(pieces)
 
 
+def rank_plan(layout: KvLayout, rank: int, ranks: int, decode_ranks: int) -> SlicePlan:
+    """What rank `rank` of `ranks` sends to a decode worker. `layout`: of the whole model.
+
+    Raises:
+        ValueError: its heads do not divide over the ranks of one side.
+    """
+    sources, targets = (rank_heads(layout.kv_heads, n) for n in (ranks, decode_ranks))
+    return SlicePlan(
+        copies=tuple(slice_plan(layout, ranks, decode_ranks)[rank]),
+        source_page_bytes=sources[rank].count * layout.head_bytes,
+        target_page_bytes={n: held.count * layout.head_bytes for n, held in enumerate(targets)},
+    )
+
+
 class Transfer(msgspec.Struct, frozen=True):
     """How this rank sends its pages."""
 
@@ -116,11 +156,11 @@ class Transfer(msgspec.Struct, frozen=True):
 class RoomTask:
     """Owns one room on this rank. `post` is the only way in."""
 
-    def __init__(self, grant: Grant, transfer: Transfer, inbox_max: int, on_end: OnEnd) -> None:
+    def __init__(self, room: RankRoom, transfer: Transfer, inbox_max: int, on_end: OnEnd) -> None:
         page_bytes = transfer.plan.page_bytes()
-        self.room = grant.room
-        self.writer = RoomWriter(grant.room, page_bytes, grant.pages, grant.first_page)
-        self._generation = grant.generation
+        self.room = room.room
+        self.writer = RoomWriter(room.room, page_bytes, room.pages, room.first_page)
+        self.generation = room.generation
         self._transfer = transfer
         self._on_end = on_end
         self._inbox: deque[RoomEvent] = deque()
@@ -192,7 +232,7 @@ class RoomTask:
     def _write(self, write: Write) -> None:
         request = WriteRequest(
             room=self.room,
-            generation=self._generation,
+            generation=self.generation,
             decode_rank=write.decode_rank,
             ranges=self._transfer.plan.ranges(write),
         )

@@ -42,8 +42,11 @@ class ExitCode(Enum):
 class WorkerLoop:
     """Tasks, tick and end of one worker."""
 
-    def __init__(self, on_tick: Callable[[float], None], on_leave: Callable[[], None]) -> None:
-        """`on_tick(now)` every `TICK_SECONDS`; `on_leave()` at the first SIGTERM or SIGINT."""
+    def __init__(
+        self, on_tick: Callable[[float], None], on_leave: Callable[[], None] | None
+    ) -> None:
+        """`on_tick(now)` every `TICK_SECONDS`; `on_leave()` at the first SIGTERM or SIGINT, which
+        are ignored without it: another process decides."""
         self._on_tick = on_tick
         self._on_leave = on_leave
         self._loop = asyncio.get_running_loop()
@@ -102,6 +105,8 @@ class WorkerLoop:
         return ExitCode.BROKEN
 
     def _leave(self) -> None:
+        if self._on_leave is None:
+            return
         if self._is_leaving:
             self.end(ExitCode.STOPPED, "told twice to stop")
             return

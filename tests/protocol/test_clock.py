@@ -83,7 +83,7 @@ def test_silent_rank_ends_the_worker_and_living_ones_do_not() -> None:
     for half in range(1, 30):
         ranks.heard(1, half / 2)
         effects += ranks.handle_timer(half / 2)
-    assert effects == [EndWorker("rank 2 is silent")]
+    assert effects == [EndWorker("rank 2 has been silent for 5 s (--silence-seconds)")]
 
 
 def test_worker_of_one_rank_watches_nobody() -> None:

@@ -16,7 +16,14 @@ from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Outcome, Reason, SliceChecksums
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.checksums import PageChecksums
-from pdrt.transfer.room_task import Close, PagesFinished, RoomTask, SlicePlan, Transfer
+from pdrt.transfer.room_task import (
+    Close,
+    PagesFinished,
+    RoomTask,
+    SlicePlan,
+    Transfer,
+    rank_room,
+)
 from tests.protocol.traces import Prefill
 from tests.transfer.test_room_task import ManualSender
 
@@ -167,5 +174,16 @@ def _room(pool: Pool) -> tuple[RoomTask, ManualSender, list]:
     size = LAYOUT.page_bytes
     plan = SlicePlan(tuple(slice_plan(LAYOUT, 1, 1)[0]), size, {0: size})
     transfer = Transfer(sender, plan, pool.checksums)
-    task = RoomTask(Prefill().make_grant(), transfer, 64, lambda room, end: ends.append(end))
+    room = rank_room(Prefill().make_grant())
+    task = RoomTask(room, transfer, 64, lambda room, end: ends.append(end))
     return task, sender, ends
+
+
+async def test_of_a_pool_on_a_gpu(pool: Pool) -> None:
+    """Read piece by piece, as nobody can look at it where it is."""
+    (slices,) = slice_plan(LAYOUT, 1, 2)
+    expected = await pool.checksums.of_source([6, 0, 3], slices)
+    pool.pool.cuda = object()  # type: ignore[assignment]
+    checksums = PageChecksums(pool.pool)
+    assert await checksums.of_source([6, 0, 3], slices) == expected
+    checksums.close()

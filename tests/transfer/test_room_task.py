@@ -21,6 +21,7 @@ from pdrt.transfer.room_task import (
     RoomTask,
     SlicePlan,
     Transfer,
+    rank_room,
 )
 from tests.protocol.traces import Prefill
 
@@ -61,7 +62,7 @@ class Room:
         self.sender = ManualSender()
         self.ends: list[tuple[RoomId, RankEnd]] = []
         self.task = RoomTask(
-            Prefill().make_grant(),
+            rank_room(Prefill().make_grant()),
             Transfer(self.sender, PLAN),
             inbox_max,
             lambda room, end: self.ends.append((room, end)),
