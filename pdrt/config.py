@@ -104,13 +104,30 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _doc("device kind; auto is the CPU unless --gpus is given")
     ] = "auto"
-    gpus: Annotated[str | None, _doc("CUDA devices, as in 0-3 or 0,2; up deals them out")] = None
-    tensor_parallel_size: Annotated[Count, _doc("ranks of this worker")] = 1
+    gpus: Annotated[
+        str | None, _doc("CUDA devices, as in 0-3 or 0,2: one rank on each; up deals them out")
+    ] = None
+    tensor_parallel_size: Annotated[
+        Count | None, _doc("ranks of a worker; if not given, one per device of --gpus, or 1")
+    ] = None
     threads: Annotated[
         Count | None, _doc("compute threads; the cores of --cpus, or all usable ones")
     ] = None
     cpus: Annotated[
         str | None, _doc("cores that compute threads are pinned to, as in 0 or 2-5")
+    ] = None
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV passes from prefill to decode workers (docs/operations.md, Transfer engines)."""
+
+    transfer: Annotated[
+        Literal["auto", "local", "tcp", "mooncake"],
+        _doc("transfer engine; auto: the best that both workers of a pair have"),
+    ] = "auto"
+    tcp_connections: Annotated[
+        Count | None,
+        _doc("connections of the tcp engine between two ranks; 4, or 2 on two cores or fewer"),
     ] = None
 
 
@@ -219,6 +236,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
+    engines: TransferConfig = TransferConfig()
+    mooncake: MooncakeConfig = MooncakeConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     security: SecurityConfig = SecurityConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -271,6 +290,8 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
+    engines: TransferConfig = TransferConfig()
+    mooncake: MooncakeConfig = MooncakeConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     api: ApiConfig = ApiConfig()
     security: SecurityConfig = SecurityConfig()

@@ -43,14 +43,6 @@ def validate(config: WorkerConfig | GatewayConfig | UpConfig, *, has_cuda: bool)
         case WorkerConfig():
             for address in config.gateway:
                 parse_address("--gateway", address)
-            if (
-                config.device.gpus is not None
-                and len(parse_id_list(config.device.gpus, "--gpus")) > 1
-            ):
-                raise ConfigError(
-                    f"--gpus {config.device.gpus}: one device per worker until tensor "
-                    "parallelism lands; start one worker per device"
-                )
         case UpConfig():
             if config.hang_seconds_max < HANG_SECONDS_LEAST:
                 raise ConfigError(
@@ -84,11 +76,6 @@ def _check_protocol(protocol: ProtocolConfig) -> None:
 
 
 def _check_device(device: DeviceConfig, has_cuda: bool) -> None:
-    if device.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size {device.tensor_parallel_size}: only 1 until tensor "
-            "parallelism lands; start more workers instead"
-        )
     if device.gpus is not None:
         parse_id_list(device.gpus, "--gpus")
         if device.device == "cpu":

@@ -74,6 +74,16 @@ def rank_heads(kv_heads: int, ranks: int) -> list[HeadRange]:
     return [HeadRange(rank // replicas, 1) for rank in range(ranks)]
 
 
+def rank_layout(layout: KvLayout, rank: int, ranks: int) -> KvLayout:
+    """Geometry of one rank's pages: those of the whole model with the heads that the rank holds.
+
+    Raises:
+        ValueError: the heads do not divide over the ranks.
+    """
+    held = rank_heads(layout.kv_heads, ranks)[rank]
+    return msgspec.structs.replace(layout, kv_heads=held.count)
+
+
 class SliceCopy(msgspec.Struct, frozen=True):
     """What one prefill rank sends to one decode rank, per page."""
 

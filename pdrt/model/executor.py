@@ -3,93 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import nullcontext
 from itertools import islice
-from pathlib import Path
 
 import torch
 
 from pdrt.config import DeviceConfig, ModelConfig
-from pdrt.kv.pool import KvPool
 from pdrt.model.adjust import advance_matchers, sampling_of
 from pdrt.model.attention import ForwardContext
 from pdrt.model.batch import Row, StepResult, validate_rows
-from pdrt.model.cgroup import available_memory_bytes, cpu_quota
-from pdrt.model.fetch import resolve_model
+from pdrt.model.collectives import RankPlace
+from pdrt.model.completion import completion
 from pdrt.model.grammar import Grammars
-from pdrt.model.identity import ModelIdentity, read_identity
-from pdrt.model.loader import LoadedModel, load_model
 from pdrt.model.logprobs import score
-from pdrt.model.placement import cuda_pool_bytes, limit_identity, pool_pages, select_device
-from pdrt.model.resources import ComputePlan, usable_cpus
+from pdrt.model.prepare import Prepared, prepare, warm_up_rows
+from pdrt.model.rank_step import encode_step
 from pdrt.model.sampling import sample
-from pdrt.sampling import Sampling, TokenLogprobs
+from pdrt.sampling import TokenLogprobs
+
+TellRanks = Callable[[bytes], None]
+"""Hands a step to every other rank of the worker, after those before it, and returns at once; they
+take part in it by `RankExecutor.step`. Called where the leader's own `step` is called."""
 
 
 class Executor:
-    """Runs forwards over the pool, one step at a time.
+    """Runs forwards over the pool, one step at a time. With other ranks it is the leader's: it has
+    them run the same forward, and alone samples and scores.
 
     Attributes:
         identity: the model; its name and `max_model_len` as configured.
-        layout: geometry of the pool's pages.
+        layout: geometry of the whole model's pages; the pool's own has this rank's heads.
         pool: the KV memory; which page belongs to whom is the caller's business.
-        pages: pages in the pool.
+        pages: pages in the pool, as many as on every rank.
         device: where it computes.
         description: what computes there, in words.
         grammars: what outputs must look like, compiled in processes of its own.
+        tell_ranks: set by whoever reaches the other ranks, where there are any.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        pool: KvPool,
-        identity: ModelIdentity,
-        thread: ThreadPoolExecutor,
-        grammars: Grammars,
-    ) -> None:
+    def __init__(self, prepared: Prepared) -> None:
+        identity, loaded = prepared.identity, prepared.loaded
         self.identity = identity
-        self.grammars = grammars
-        self.layout = pool.layout
-        self.pool = pool
-        self.pages = pool.pages
-        self.device: torch.device = pool.tensor.device
+        self.grammars = Grammars(prepared.directory, identity.vocab_size, identity.eos_token_ids)
+        self.layout = loaded.layout
+        self.pool = prepared.pool
+        self.pages = prepared.pool.pages
+        self.device: torch.device = self.pool.tensor.device
         self.description = loaded.model.description
         self._model = loaded.model
         self._backend = loaded.backend
-        self._thread = thread
+        self._collectives = loaded.collectives
+        self.tell_ranks: TellRanks | None = None
+        self._wait = completion(self.device)
+        self._thread = prepared.thread
         self._current: Future[StepResult] | None = None
         """The latest step. At most one is ever queued or running."""
         self._submitted_at = 0.0
 
     @classmethod
     def load(
-        cls, model: ModelConfig, device: DeviceConfig, progress: Callable[[str], None]
+        cls,
+        model: ModelConfig,
+        device: DeviceConfig,
+        progress: Callable[[str], None],
+        place: RankPlace | None = None,
     ) -> Executor:
-        """Fetch and load the model, allocate the pool, and run a step to warm up. Blocks.
+        """Fetch and load the model, allocate the pool, and run a step to warm up. Blocks; with
+        other ranks, until they have done the same (`RankExecutor.load`).
+
+        Args:
+            device: of this rank alone, as `pdrt.model.placement.rank_devices` gives it.
+            place: rank 0's, where the model is shared with other ranks.
 
         Raises:
             ConfigError: the device, its cores or the pool's memory cannot be had.
-            ModelError: the model cannot be found, loaded or served.
+            ModelError: the model cannot be found, loaded, split or served.
+            RanksLost: another rank failed to load.
         """
-        target = select_device(device)
-        plan = usable_cpus(os.sched_getaffinity(0), cpu_quota(), device)
-        directory = resolve_model(model.model, progress, load_format=model.load_format)
-        identity = limit_identity(read_identity(directory, model.load_format), model)
-        thread = ThreadPoolExecutor(1, "pdrt-compute", _prepare_thread, (plan,))
+        assert place is None or place.rank == 0, "the leader is rank 0"
+        executor = cls(prepare(model, device, progress, place))
+        limit = executor.identity.max_model_len
         try:
-            progress(f"loading {identity.name}")
-            # On the compute thread, so that its cores' memory holds the weights and the pool.
-            loaded, pool = thread.submit(_load, directory, model, identity, target).result()
-        except BaseException:
-            thread.shutdown()
-            raise
-        grammars = Grammars(directory, identity.vocab_size, identity.eos_token_ids)
-        executor = cls(loaded, pool, identity, thread, grammars)
-        try:
-            executor.step_blocking(_warm_up_rows(executor))
+            # Each rank does this by itself: there may be nobody yet who passes steps on.
+            rows = warm_up_rows(executor.layout.page_size, executor.pages, limit)
+            executor._thread.submit(executor._step, rows).result()
         except BaseException:
             executor.close()
             raise
@@ -103,8 +103,10 @@ class Executor:
         over, and the next step may not begin before.
 
         Raises:
-            Exception: whatever the forward raised (out of memory, say). The executor stays
-                usable; the rows' new KV is undefined.
+            RanksLost: other ranks no longer compute with this one, or did not before. The worker
+                must end.
+            Exception: whatever the forward raised (out of memory, say). The rows' new KV is
+                undefined. Without other ranks the executor stays usable.
         """
         return asyncio.wrap_future(self._submit(rows))
 
@@ -113,14 +115,19 @@ class Executor:
         return self._submit(rows).result()
 
     def close(self) -> None:
-        """Wait for a running step, end the threads, give the pool's memfd back."""
+        """Wait for a running step, end the threads, leave the other ranks, give the pool back."""
         self.grammars.close()
         self._thread.shutdown()
+        if self._collectives is not None:
+            self._collectives.close()
         self.pool.close()
 
     def _submit(self, rows: Sequence[Row]) -> Future[StepResult]:
         assert self._current is None or self._current.done(), "one step at a time"
         validate_rows(rows, self.layout, self.pages, self.identity.max_model_len)
+        if self._collectives is not None:
+            assert self.tell_ranks is not None, "nobody reaches the other ranks"
+            self.tell_ranks(encode_step(rows, self.layout.page_size))
         self._current = self._thread.submit(self._step, rows)
         self._submitted_at = time.monotonic()
         return self._current
@@ -132,19 +139,25 @@ class Executor:
 
     def _step(self, rows: Sequence[Row]) -> StepResult:
         started = time.perf_counter()
-        with torch.inference_mode():
-            context = ForwardContext(self.pool, rows, self._backend)
-            advance_matchers(rows)
-            logits = self.forward(context)
-            count = len(context.sampled)
-            tokens, logprobs = self._sample(context, rows, logits[:count])
-            scores = _score_prompts(context, rows, logits[count:])
+        try:
+            with torch.inference_mode():
+                context = ForwardContext(self.pool, rows, self._backend)
+                advance_matchers(rows)
+                logits = self.forward(context)
+                count = len(context.sampled)
+                tokens, logprobs = self._sample(context, rows, logits[:count])
+                scores = _score_prompts(context, rows, logits[count:])
+        finally:
+            # Nobody sends or takes the pages of a step that a GPU still writes to, also where it
+            # drew no token, or failed.
+            self._wait()
         return StepResult(tokens, time.perf_counter() - started, logprobs, scores)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Logits (`logits_to_keep`, vocabulary) of a step, valid until the next one. On the compute
         thread."""
-        return self._model.logits(context)
+        with nullcontext() if self._collectives is None else self._collectives.unbroken():
+            return self._model.logits(context)
 
     def _sample(
         self, context: ForwardContext, rows: Sequence[Row], logits: torch.Tensor
@@ -181,37 +194,3 @@ def _score_prompts(
     for index, row in zip(context.scored, scored, strict=True):
         scores[index] = tuple(islice(told, len(row.scored)))
     return scores
-
-
-def _prepare_thread(plan: ComputePlan) -> None:
-    """Pin this thread and size its OpenMP team, whose threads inherit the cores when the first
-    operator starts them."""
-    os.sched_setaffinity(0, plan.cpus)
-    torch.set_num_threads(plan.threads)
-
-
-def _load(
-    directory: Path, model: ModelConfig, identity: ModelIdentity, device: torch.device
-) -> tuple[LoadedModel, KvPool]:
-    loaded = load_model(directory, model, device, identity.max_model_len)
-    if device.type == "cuda":
-        available = cuda_pool_bytes(device, model.gpu_memory_utilization)
-    else:
-        available = available_memory_bytes()
-    pages = pool_pages(
-        loaded.layout, identity.max_model_len, model.kv_cache_memory_bytes, device.type, available
-    )
-    return loaded, KvPool(loaded.layout, pages, device)
-
-
-def _warm_up_rows(executor: Executor) -> list[Row]:
-    """A prefill chunk and a decode row: both paths, and whatever the model refuses, at load."""
-    size = executor.layout.page_size
-    greedy = Sampling(max_tokens=1, temperature=0.0)
-    chunk = min(size, executor.identity.max_model_len)
-    if executor.pages < 2 or chunk < 2:
-        return [Row(token_ids=[0], start=0, pages=[0], sampling=greedy)]
-    return [
-        Row(token_ids=[0] * chunk, start=0, pages=[0], sampling=greedy),
-        Row(token_ids=[0], start=0, pages=[1], sampling=greedy),
-    ]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdrt.kv.layout import KvLayout
 from pdrt.model.attention import ForwardContext
+from pdrt.model.collectives import Collectives
 from pdrt.model.fused_kernels import AttendOptions, FusedKernels, Rotation
 from pdrt.model.fused_structure import Layer, Norm, Structure
 from pdrt.model.native.library import Kernels
@@ -68,9 +69,17 @@ class FusedDecoder:
     """Implements `Model` for what `fused_structure.recognize` knows."""
 
     def __init__(
-        self, structure: Structure, layout: KvLayout, kernels: Kernels, plan: LinearPlan
+        self,
+        structure: Structure,
+        layout: KvLayout,
+        kernels: Kernels,
+        plan: LinearPlan,
+        collectives: Collectives | None = None,
     ) -> None:
-        """Pack the weights of `structure`, whose layers are taken out of it one by one."""
+        """Pack the weights of `structure`, whose layers are taken out of it one by one. With
+        `collectives` they are one rank's part of them, as `layout` is of its pages."""
+        self._collectives = collectives
+        self._vocabulary = len(structure.embedding)
         self._ropes = structure.ropes
         self._norm = structure.norm
         self._embedding_scale = structure.embedding_scale
@@ -126,9 +135,11 @@ class FusedDecoder:
                 attended = attended[context.logits_to_keep]
                 residual = residual[context.logits_to_keep]
                 buffers = self._buffers(len(residual))
-            added = self._leave(layer.output(attended, buffers.added), layer.attention_norm)
+            added = self._sum(layer.output(attended, buffers.added))
+            added = self._leave(added, layer.attention_norm)
             normed = self._enter(residual, added, layer.mlp_norm, buffers)
-            added = self._leave(self._mlp(layer, normed, buffers), layer.output_norm)
+            added = self._sum(self._mlp(layer, normed, buffers))
+            added = self._leave(added, layer.output_norm)
         return self._logits(self._enter(residual, added, self._norm, buffers))
 
     # Parts of a layer
@@ -180,6 +191,10 @@ class FusedDecoder:
             return self._kernels.rms_norm(residual, norm, buffers.normed)
         return self._kernels.add_rms_norm(residual, added, norm, buffers.normed)
 
+    def _sum(self, added: Tensor) -> Tensor:
+        """Over all ranks, in place."""
+        return added if self._collectives is None else self._collectives.add(added)
+
     def _leave(self, added: Tensor, norm: Norm | None) -> Tensor:
         """What is added to the residual, in place of what a part of the layer puts out."""
         if norm is not None:
@@ -204,6 +219,8 @@ class FusedDecoder:
             logits /= self._logits_divisor
         if self._logits_softcap is not None:
             logits.div_(self._logits_softcap).tanh_().mul_(self._logits_softcap)
+        if self._collectives is not None:
+            return self._collectives.gather(logits, self._vocabulary)
         return logits
 
     # Memory

@@ -17,6 +17,7 @@ from pdrt.kv.layout import KvLayout
 from pdrt.kv.pool import KvPool
 from pdrt.model.attention import AttentionBackend, ForwardContext, LayerCall
 from pdrt.model.batch import Row
+from pdrt.model.collectives import Collectives
 from pdrt.model.forward import Model, TransformersModel
 from pdrt.model.fused import FusedDecoder
 from pdrt.model.fused_structure import check_kind, recognize
@@ -93,12 +94,21 @@ class Recorder:
         return self._inner.attend(context, call)
 
 
-def fuse(module: nn.Module, layout: KvLayout, kernels: Kernels, max_model_len: int) -> FusedDecoder:
+def fuse(
+    module: nn.Module,
+    layout: KvLayout,
+    kernels: Kernels,
+    max_model_len: int,
+    collectives: Collectives | None = None,
+) -> FusedDecoder:
     """A fused decoder with the weights of `module`, which has none afterwards.
 
     Args:
         module: of transformers, on the CPU, calling our attention.
+        layout: of this rank's pages.
         max_model_len: positions that are ever rotated.
+        collectives: with the other ranks that hold a part of the model. All of them do this, and
+            come to the same end.
 
     Raises:
         NotFusedError: the model is not known, and left as it is.
@@ -115,13 +125,14 @@ def fuse(module: nn.Module, layout: KvLayout, kernels: Kernels, max_model_len: i
     # What the structure holds is the only reference now: a layer's memory is free once packed.
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)
-    decoder = FusedDecoder(structure, layout, kernels, plan)
+    decoder = FusedDecoder(structure, layout, kernels, plan, collectives)
     del structure
     difference = relative_difference(check.logits(decoder, recorder), expected)
     log.info("fused decoder: logits differ by %.1e of their deviation", difference)
     tolerance = FLOAT32_TOLERANCE if layout.dtype == "float32" else BFLOAT16_TOLERANCE
-    # Not a number is not within it either.
-    if not difference <= tolerance:
+    # Not a number is not within it either. Each rank compares what it has of the logits.
+    is_off = not difference <= tolerance
+    if is_off if collectives is None else collectives.any(is_off):
         raise FusedDiffersError(f"its logits differ by {difference:.1e} of their deviation")
     return decoder
 

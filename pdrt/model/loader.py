@@ -16,9 +16,10 @@ from torch import nn
 
 from pdrt.config import ModelConfig
 from pdrt.errors import ConfigError, ModelError
-from pdrt.kv.layout import KvLayout
+from pdrt.kv.layout import KvLayout, rank_layout
 from pdrt.model import attention
 from pdrt.model.attention import AttentionBackend
+from pdrt.model.collectives import Collectives, RankPlace, join
 from pdrt.model.forward import Model, TransformersModel
 from pdrt.model.fused_check import FusedDiffersError, fuse
 from pdrt.model.fused_structure import FUSED_TYPES, NotFusedError
@@ -30,6 +31,8 @@ from pdrt.model.native.step import can_attend
 from pdrt.model.quantization import check_quantization, checkpoint_method, transformers_config
 from pdrt.model.resources import choose_dtype, cpu_flags
 from pdrt.model.sdpa import SdpaBackend
+from pdrt.model.shard_weights import attach, cut, cut_head, read_parts
+from pdrt.model.sharding import Shard, check_split, local_config, shard_of
 from pdrt.model.support import check_supported, longrope_limit
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,11 @@ class LoadedModel(msgspec.Struct, frozen=True):
     backend: AttentionBackend
     """Who attends where transformers' forward calls; the fused decoder calls the kernels itself."""
     layout: KvLayout
+    """Of the whole model."""
+    rank_layout: KvLayout
+    """Of what this rank's pool holds."""
+    collectives: Collectives | None
+    """Joins it to the other ranks, where there are any."""
 
 
 class _Checkpoint(msgspec.Struct, frozen=True):
@@ -57,6 +65,8 @@ class _Checkpoint(msgspec.Struct, frozen=True):
     device: torch.device
     long_factors_after: int | None
     """Where a longrope model rotates by its long factors: the length that the short ones reach."""
+    shard: Shard | None
+    """What this rank takes of it; None: all."""
 
     def read(self) -> nn.Module:
         """A module of transformers, in evaluation mode and without gradients.
@@ -64,7 +74,9 @@ class _Checkpoint(msgspec.Struct, frozen=True):
         Raises:
             ModelError: the weights cannot be loaded.
         """
-        if self.model.load_format == "dummy":
+        if self.shard is not None:
+            module = self._read_shard(self.shard)
+        elif self.model.load_format == "dummy":
             module = _random_weights(self.config, self.dtype, self.model).to(self.device)
         else:
             module = _read_weights(self.directory, self.dtype, self.device, self.model)
@@ -78,18 +90,35 @@ class _Checkpoint(msgspec.Struct, frozen=True):
         )  # fmt: skip
         return module
 
+    def _read_shard(self, shard: Shard) -> nn.Module:
+        if self.model.load_format == "dummy":
+            parts = cut(_random_weights(self.config, self.dtype, self.model).state_dict(), shard)
+        else:
+            with _naming(self.directory):
+                parts = read_parts(self.directory, shard)
+        module = _shard_module(self.directory, local_config(self.config, shard), parts, self.dtype)
+        cut_head(module, shard)
+        return module.to(self.device)
+
 
 def load_model(
-    directory: Path, model: ModelConfig, device: torch.device, max_model_len: int
+    directory: Path,
+    model: ModelConfig,
+    device: torch.device,
+    max_model_len: int,
+    place: RankPlace | None = None,
 ) -> LoadedModel:
     """Load the model in `directory`, ready to run on `device`.
 
     Args:
         max_model_len: tokens of the longest sequence; decides the factors of a longrope model.
+        place: among the ranks that share the model, all of which load it at the same time; None
+            where there is one.
 
     Raises:
         ConfigError: `--quantization` cannot be had, or not for this model.
-        ModelError: the architecture is not supported or the weights cannot be loaded.
+        ModelError: the architecture is not supported, the weights cannot be loaded, or not split.
+        RanksLost: another rank failed to load.
     """
     from transformers import AutoConfig
 
@@ -97,6 +126,8 @@ def load_model(
     raw = read_json(directory / "config.json")
     check_supported(raw)
     check_quantization(raw, model.quantization)
+    quantization = model.quantization or checkpoint_method(raw)
+    check_split(raw, 1 if place is None else place.ranks, quantization)
     try:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -106,42 +137,56 @@ def load_model(
     _check_class(config)
     is_cpu = device.type == "cpu"
     kernels = load_kernels(cpu_flags(), check=check_kernels) if is_cpu else None
-    is_quantized = (model.quantization or checkpoint_method(raw)) is not None
-    is_fused = kernels is not None and config.model_type in FUSED_TYPES and not is_quantized
+    is_fused = kernels is not None and config.model_type in FUSED_TYPES and quantization is None
     dtype = choose_dtype(model.dtype, checkpoint_dtype(config), device.type, cpu_flags(), is_fused)
     limit = longrope_limit(raw)
     is_long = limit is not None and max_model_len > limit
-    checkpoint = _Checkpoint(directory, config, model, dtype, device, limit if is_long else None)
+    is_split = place is not None and place.ranks > 1
+    shard = shard_of(config, place.rank, place.ranks) if place is not None and is_split else None
+    checkpoint = _Checkpoint(
+        directory, config, model, dtype, device, limit if is_long else None, shard
+    )
     layout = kv_layout(config, model.page_size, dtype)
-    return _choose_forward(checkpoint, layout, kernels, max_model_len)
+    return _choose_forward(checkpoint, layout, kernels, max_model_len, place)
 
 
 def _choose_forward(
-    checkpoint: _Checkpoint, layout: KvLayout, kernels: Kernels | None, max_model_len: int
+    checkpoint: _Checkpoint,
+    whole: KvLayout,
+    kernels: Kernels | None,
+    max_model_len: int,
+    place: RankPlace | None,
 ) -> LoadedModel:
-    """The fused decoder where it computes the model, else transformers' own forward."""
-    module = checkpoint.read()
+    """The fused decoder where it computes the model, else transformers' own forward; all ranks
+    choose alike."""
+    module, collectives, layout = checkpoint.read(), None, whole
+    if place is not None and checkpoint.shard is not None:
+        layout = rank_layout(whole, place.rank, place.ranks)
+        collectives = join(place, checkpoint.device)
+        attach(module, collectives)
     reason = "there are no compiled kernels"
     if kernels is not None and not can_attend(layout, checkpoint.device):
         kernels, reason = None, f"the kernels do not know {layout.dtype} heads of {layout.head_dim}"
     if kernels is not None:
         try:
-            decoder = fuse(module, layout, kernels, max_model_len)
+            decoder = fuse(module, layout, kernels, max_model_len, collectives)
         except NotFusedError as error:
             reason = f"not known to the fused decoder: {error}"
         except FusedDiffersError as error:
             log.warning("reading the model again, without the fused decoder: %s", error)
             reason = str(error)
             module = checkpoint.read()
+            if collectives is not None:
+                attach(module, collectives)
         else:
             _give_back_freed_memory()
             log.info("forward: %s", decoder.description)
-            return LoadedModel(decoder, SdpaBackend(), layout)
+            return LoadedModel(decoder, SdpaBackend(), whole, layout, collectives)
     backend = SdpaBackend() if kernels is None else NativeAttention(kernels)
     name = "SDPA" if kernels is None else f"native {kernels.isa}"
     model = TransformersModel(module, f"transformers' own, {name} attention ({reason})")
     log.info("forward: %s", model.description)
-    return LoadedModel(model, backend, layout)
+    return LoadedModel(model, backend, whole, layout, collectives)
 
 
 def _give_back_freed_memory() -> None:
@@ -192,23 +237,53 @@ def _read_weights(
     settings: dict[str, Any] = {}
     if model.quantization is not None:
         settings["quantization_config"] = transformers_config(model.quantization, dtype)
-    with _quiet():
-        try:
-            module, report = auto.from_pretrained(
-                directory,
-                dtype=getattr(torch, dtype),
-                attn_implementation=attention.ATTENTION_NAME,
-                # At once to where it stays: some quantized weights cannot be moved.
-                device_map={"": device},
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                **settings,
-            )
-        # A broken checkpoint raises whatever safetensors, torch or a quantizer stumbles over.
-        except Exception as error:
-            raise ModelError(f"cannot load the weights in {directory}: {error}") from error
+    with _quiet(), _naming(directory):
+        module, report = auto.from_pretrained(
+            directory,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention.ATTENTION_NAME,
+            # At once to where it stays: some quantized weights cannot be moved.
+            device_map={"": device},
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **settings,
+        )
+    return _complete(module, report, directory)
+
+
+def _shard_module(
+    directory: Path, local: Any, parts: dict[str, torch.Tensor], dtype: str
+) -> nn.Module:
+    """A module of transformers with one rank's `parts`, on the CPU."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(local)]
+    with _quiet(), _naming(directory):
+        module, report = model_class.from_pretrained(
+            None,
+            config=local,
+            state_dict=parts,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention.ATTENTION_NAME,
+            output_loading_info=True,
+        )
+    return _complete(module, report, directory)
+
+
+@contextlib.contextmanager
+def _naming(directory: Path) -> Iterator[None]:
+    """A broken checkpoint raises whatever safetensors, torch or a quantizer stumbles over."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"cannot load the weights in {directory}: {error}") from error
+
+
+def _complete(module: object, report: dict[str, Any], directory: Path) -> nn.Module:
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"the weights in {directory} lack {missing[0]} (of {len(missing)})")
     assert isinstance(module, nn.Module)

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import torch
 
 from pdrt.config import DeviceConfig, ModelConfig
 from pdrt.errors import ConfigError
 from pdrt.kv.layout import KvLayout
+from pdrt.model.cgroup import cpu_quota
 from pdrt.model.identity import ModelIdentity, check_length
-from pdrt.model.resources import parse_id_list
+from pdrt.model.resources import parse_id_list, share_device
 
 CPU_POOL_BYTES = 2**30
 """Pool on a CPU when no size is given."""
 CPU_RESERVE_BYTES = 256 * 2**20
 """Left for activations, logits and the rest of the process when a CPU pool is sized."""
+CUDA_RESERVE_BYTES = 2**30
+"""The same on a GPU, where CUDA itself takes half a gigabyte per process."""
+
+
+def rank_devices(device: DeviceConfig) -> list[DeviceConfig]:
+    """`share_device`, of what this process may use."""
+    return share_device(device, os.sched_getaffinity(0), cpu_quota())
 
 
 def select_device(device: DeviceConfig) -> torch.device:
-    """The torch device of a worker. `auto` is the CPU unless `--gpus` names a device: KV cannot be
+    """The torch device of one rank. `auto` is the CPU unless `--gpus` names a device: KV cannot be
     handed over from GPU memory yet.
 
     Raises:
-        ConfigError: CUDA is asked for and absent, or more than one device is asked for.
+        ConfigError: CUDA is asked for and absent.
     """
     gpus = None if device.gpus is None else parse_id_list(device.gpus, "--gpus")
     has_cuda = torch.cuda.is_available()
-    if device.tensor_parallel_size != 1 or (gpus is not None and len(gpus) > 1):
-        raise ConfigError(
-            "more than one device per worker is not possible until tensor parallelism lands; "
-            "start one worker per device"
-        )
+    assert gpus is None or len(gpus) == 1, "a rank has one device"
     if device.device == "cpu":
         if gpus is not None:
             raise ConfigError("--gpus and --device cpu contradict each other; give one of them")
@@ -105,15 +111,23 @@ def pool_pages(
 
 
 def cuda_pool_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes left for the pool once the weights are loaded.
+    """Bytes left for the pool once this process has loaded its weights.
 
     Raises:
         ConfigError: `utilization` is not in (0, 1].
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization {utilization}: must be in (0, 1]")
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * utilization) - (total - free))
+    return gpu_share(total, free, torch.cuda.memory_reserved(device), utilization)
+
+
+def gpu_share(total: int, free: int, weights: int, utilization: float) -> int:
+    """Of a GPU, bytes for a pool. `utilization` is this process's share of it: what others hold
+    there (`pdrt up` deals each its own) is not counted against it, unless it is in the way."""
+    share = int(total * utilization) - weights - CUDA_RESERVE_BYTES
+    return max(0, min(share, free - CUDA_RESERVE_BYTES))
 
 
 def _mib(size: int) -> str:

@@ -6,10 +6,11 @@ Decisions, pure; what there is, `pdrt.model.cgroup` reads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from pdrt.config import DeviceConfig
 from pdrt.errors import ConfigError
@@ -77,6 +78,69 @@ def usable_cpus(
     if device.threads > limit:
         log.warning("%d compute threads instead of %d: no more cores", limit, device.threads)
     return ComputePlan(cpus, min(device.threads, limit))
+
+
+def rank_count(device: DeviceConfig) -> int:
+    """Ranks of a worker: as told, else one per GPU that is named."""
+    if device.tensor_parallel_size is not None:
+        return device.tensor_parallel_size
+    return 1 if device.gpus is None else len(parse_id_list(device.gpus, "--gpus"))
+
+
+def share_device(
+    device: DeviceConfig, affinity: Collection[int], quota: float | None
+) -> list[DeviceConfig]:
+    """What each rank of a worker computes on: a GPU, where there are any, and its share of cores
+    and threads. With more ranks than cores, several take turns on one.
+
+    Args:
+        affinity: cores this process may run on.
+        quota: cores' worth of time that the cgroup grants, or None for no limit.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+    """
+    ranks = rank_count(device)
+    if ranks == 1:
+        return [replace(device, gpus=_gpu_of(device, 0, 1))]
+    named = None if device.cpus is None else parse_id_list(device.cpus, "--cpus")
+    is_gpu = device.gpus is not None or device.device == "cuda"
+    cpus = sorted(affinity) if named is None else named
+    # Of a quota, or beside GPUs, nobody said which cores are whose.
+    is_pinned = named is not None or not (is_gpu or (quota is not None and quota < len(cpus)))
+    limit = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
+    threads = max(1, min(device.threads or limit, limit) // ranks)
+    return [
+        replace(
+            device,
+            gpus=_gpu_of(device, rank, ranks),
+            cpus=_listed(_cores_of(cpus, rank, ranks)) if is_pinned else None,
+            threads=threads,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _gpu_of(device: DeviceConfig, rank: int, ranks: int) -> str | None:
+    if device.gpus is None:
+        return str(rank) if device.device == "cuda" and ranks > 1 else None
+    gpus = parse_id_list(device.gpus, "--gpus")
+    if len(gpus) < ranks:
+        raise ConfigError(
+            f"--gpus {device.gpus} names {len(gpus)} devices for --tensor-parallel-size {ranks}; "
+            "give one per rank"
+        )
+    return str(gpus[rank])
+
+
+def _cores_of(cpus: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
+    if len(cpus) < ranks:
+        return [cpus[rank % len(cpus)]]
+    return cpus[len(cpus) * rank // ranks : len(cpus) * (rank + 1) // ranks]
+
+
+def _listed(cpus: Sequence[int]) -> str:
+    return ",".join(map(str, cpus))
 
 
 def choose_dtype(

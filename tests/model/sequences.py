@@ -10,6 +10,7 @@ import torch
 from pdrt.model.attention import ForwardContext
 from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
+from pdrt.model.rank_step import encode_step
 from pdrt.sampling import Sampling
 
 GREEDY = Sampling(max_tokens=64, temperature=0.0)
@@ -63,6 +64,8 @@ def run_step(executor: Executor, parts: Iterable[tuple[Run, int]]) -> None:
     rows = [sequence.row(count) for sequence, count in parts]
     result = executor.step_blocking(rows)
     # The same step once more (it writes the same KV into the same slots), for its logits.
+    if executor.tell_ranks is not None:
+        executor.tell_ranks(encode_step(rows, executor.layout.page_size))
     with torch.inference_mode():
         context = ForwardContext(executor.pool, rows, executor._backend)
         logits = executor._thread.submit(_forward, executor, context).result()

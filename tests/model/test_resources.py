@@ -10,8 +10,22 @@ from pdrt.errors import ConfigError
 from pdrt.kv.layout import KvLayout
 from pdrt.model import resources
 from pdrt.model.identity import ModelIdentity
-from pdrt.model.placement import CPU_RESERVE_BYTES, limit_identity, pool_pages, select_device
-from pdrt.model.resources import ComputePlan, choose_dtype, parse_id_list, usable_cpus
+from pdrt.model.placement import (
+    CPU_RESERVE_BYTES,
+    CUDA_RESERVE_BYTES,
+    gpu_share,
+    limit_identity,
+    pool_pages,
+    select_device,
+)
+from pdrt.model.resources import (
+    ComputePlan,
+    choose_dtype,
+    parse_id_list,
+    rank_count,
+    share_device,
+    usable_cpus,
+)
 
 LAYOUT = KvLayout(page_size=16, kv_heads=2, layers=4, head_dim=64, dtype="float32")
 MIB = 2**20
@@ -101,11 +115,55 @@ def test_gpus_without_cuda_name_the_way_out(device: DeviceConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "device", [DeviceConfig(gpus="0-3"), DeviceConfig(tensor_parallel_size=2, device="cpu")]
+    ("device", "ranks"),
+    [
+        (DeviceConfig(), 1),
+        (DeviceConfig(gpus="2"), 1),
+        (DeviceConfig(gpus="0-3"), 4),
+        (DeviceConfig(gpus="0-3", tensor_parallel_size=2), 2),
+        (DeviceConfig(device="cpu", tensor_parallel_size=3), 3),
+    ],
 )
-def test_several_devices_are_refused(device: DeviceConfig) -> None:
-    with pytest.raises(ConfigError, match="until tensor parallelism lands"):
-        select_device(device)
+def test_ranks_are_as_told_or_one_per_gpu(device: DeviceConfig, ranks: int) -> None:
+    assert rank_count(device) == ranks
+    assert len(share_device(device, range(8), None)) == ranks
+
+
+def test_each_rank_has_a_gpu() -> None:
+    named = DeviceConfig(gpus="1,4-6", tensor_parallel_size=3)
+    assert [device.gpus for device in share_device(named, range(8), None)] == ["1", "4", "5"]
+    counted = DeviceConfig(device="cuda", tensor_parallel_size=2)
+    assert [device.gpus for device in share_device(counted, range(8), None)] == ["0", "1"]
+    assert [device.cpus for device in share_device(counted, range(8), None)] == [None, None]
+    with pytest.raises(ConfigError, match=r"--gpus 0-1 names 2 devices for .*-size 4"):
+        share_device(DeviceConfig(gpus="0-1", tensor_parallel_size=4), range(8), None)
+
+
+@pytest.mark.parametrize(
+    ("device", "quota", "cpus", "threads"),
+    [
+        (DeviceConfig(tensor_parallel_size=2), None, ["0,1,2", "3,4,5"], 3),
+        (DeviceConfig(tensor_parallel_size=4), None, ["0", "1,2", "3", "4,5"], 1),
+        (DeviceConfig(tensor_parallel_size=2, cpus="2-4"), None, ["2", "3,4"], 1),
+        (DeviceConfig(tensor_parallel_size=3, cpus="1,3"), None, ["1", "3", "1"], 1),
+        (DeviceConfig(tensor_parallel_size=2, threads=2), None, ["0,1,2", "3,4,5"], 1),
+        # A quota counts time on any core.
+        (DeviceConfig(tensor_parallel_size=2), 4.5, [None, None], 2),
+    ],
+)
+def test_ranks_share_the_cores(
+    device: DeviceConfig, quota: float | None, cpus: list[str | None], threads: int
+) -> None:
+    shares = share_device(device, range(6), quota)
+    assert [share.cpus for share in shares] == cpus
+    assert {share.threads for share in shares} == {threads}
+    for share in shares:
+        assert usable_cpus(range(6), quota, share).threads == threads
+
+
+def test_one_rank_keeps_what_it_was_given() -> None:
+    device = DeviceConfig(device="cpu", cpus="0-2")
+    assert share_device(device, range(4), None) == [device]
 
 
 def test_cpu_is_selected() -> None:
@@ -142,3 +200,16 @@ def test_the_identity_takes_name_and_length_from_the_configuration() -> None:
     for length in (0, 513):
         with pytest.raises(ConfigError, match="--max-model-len"):
             limit_identity(identity, ModelConfig(max_model_len=length))
+
+
+def test_a_share_of_a_gpu() -> None:
+    total, weights = 80 * 2**30, 2 * 2**30
+    alone = gpu_share(total, total - weights, weights, 0.9)
+    assert alone == int(0.9 * total) - weights - CUDA_RESERVE_BYTES
+    # The second of two that share it has its share too, though the first one's is in use.
+    half = gpu_share(total, total - weights, weights, 0.45)
+    free = total - weights - (half + weights + 2**29)
+    assert gpu_share(total, free, weights, 0.45) == half
+    # What others hold beyond their share is in the way.
+    assert gpu_share(total, 5 * 2**30, weights, 0.45) == 5 * 2**30 - CUDA_RESERVE_BYTES
+    assert gpu_share(total, 2**29, weights, 0.45) == 0
