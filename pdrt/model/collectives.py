@@ -16,11 +16,14 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from pdrt.errors import RanksLost
 from pdrt.model.sharding import share
+
+dist: Any = torch.distributed
+"""Its stubs lack half of what it has."""
 
 LOAD_SECONDS_MAX = 1800.0
 """How long ranks wait for the slowest to read its weights, from a disk that all of them read."""
@@ -189,21 +192,20 @@ def join(place: RankPlace, device: torch.device) -> Collectives:
     return Collectives(backend, place, device)
 
 
-def _await(store: dist.FileStore, rank: int, deadline: float) -> None:
+def _await(store: Any, rank: int, deadline: float) -> None:
     while not store.check([f"loaded/{rank}"]):
         if time.monotonic() > deadline:
             raise RanksLost(f"rank {rank} has not loaded its part within {LOAD_SECONDS_MAX:.0f} s")
         time.sleep(LOOK_SECONDS)
 
 
-def _connect(store: dist.FileStore, place: RankPlace, device: torch.device) -> Any:
+def _connect(store: Any, place: RankPlace, device: torch.device) -> Any:
     timeout = timedelta(seconds=place.seconds_max)
-    kinds: Any = dist
     if device.type == "cuda":
-        options = kinds.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return kinds.ProcessGroupNCCL(store, place.rank, place.ranks, options)
-    gloo = kinds.ProcessGroupGloo
+        return dist.ProcessGroupNCCL(store, place.rank, place.ranks, options)
+    gloo = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     # Left alone, it listens on whatever address this machine's name resolves to.

@@ -14,7 +14,6 @@ from pdrt.model.attention import ForwardContext
 from pdrt.model.batch import Row
 from pdrt.model.collectives import RankPlace
 from pdrt.model.completion import completion
-from pdrt.model.completion import completion
 from pdrt.model.prepare import Prepared, prepare, warm_up_rows
 from pdrt.model.rank_step import decode_step
 
@@ -38,7 +37,6 @@ class RankExecutor:
         assert prepared.loaded.collectives is not None, "a rank among others"
         self._collectives = prepared.loaded.collectives
         self._wait = completion(prepared.pool.tensor.device)
-        self._wait = completion(self.pool.tensor.device)
         self._thread = prepared.thread
         self._max_model_len = prepared.identity.max_model_len
         self._latest: Future[None] | None = None
