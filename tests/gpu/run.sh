@@ -2,7 +2,7 @@
 # The tests that need a GPU, on a machine that may have no network and none of pdrt's libraries.
 #
 #   tests/gpu/run.sh pack FOLDER     where there is a network: put the wheels that a machine with a
-#                                    CUDA build of PyTorch may lack into FOLDER (some 15 MB);
+#                                    CUDA build of PyTorch may lack into FOLDER (some 22 MB);
 #                                    PYTHON_VERSION=3.12 says for which Python
 #   tests/gpu/run.sh [pytest …]      on the GPU: install from WHEELS=FOLDER, if that is given, into a
 #                                    folder that is deleted afterwards; then run doctor, tests, figures

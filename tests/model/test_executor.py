@@ -201,18 +201,3 @@ def test_groups_of_similar_length() -> None:
     assert group_by_length([100, 120, 90]) == [[1, 0, 2]]
     long = 40 * GROUP_OVERHEAD_TOKENS
     assert group_by_length([100, long, 90, long]) == [[1, 3], [0, 2]]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_agrees_with_cpu(tiny_model: TinyModel, load_executor: LoadExecutor) -> None:
-    settings = ModelConfig(
-        model=str(tiny_model("llama")), dtype="float32", kv_cache_memory_bytes=2**23
-    )
-    executor = Executor.load(settings, DeviceConfig(device="cuda"), lambda text: None)
-    try:
-        rows = [row(20, [0, 1], token_ids=list(range(20, 40))), row(1, [2])]
-        on_cpu = load_executor(tiny_model("llama")).step_blocking(rows).tokens
-        assert executor.step_blocking(rows).tokens == on_cpu
-    finally:
-        executor.close()
