@@ -69,6 +69,10 @@ def _peer(name: str, figure: str, limit: float, direction: Direction = Direction
     return Bar(f"{name}, to the peer's", "serve", figure, limit, "x", direction, against_peer=True)
 
 
+def _transfer(name: str, figure: str, limit: float) -> Bar:
+    return Bar(name, "transfer", figure, limit, "x", Direction.AT_LEAST)
+
+
 BARS = (
     _peer("TTFT, 256 tokens, 1 client", "c1_256.ttft_p50_ms", 0.80),
     _peer("TTFT, 1,500 tokens, 1 client", "c1_1500.ttft_p50_ms", 0.85),
@@ -102,6 +106,18 @@ BARS = (
         "of 1",
         Direction.AT_LEAST,
     ),
+    *(_transfer(f"local, runs of {size}, to memcpy", f"local_{size}.to_memcpy", 0.90)
+      for size in ("368k", "2m")),
+    *(_transfer(f"tcp, runs of {size}, to bare sockets", f"tcp_{size}.to_raw", 0.80)
+      for size in ("64k", "368k", "2m")),
+    *(_transfer(f"tcp, runs of {size}, to mooncake over TCP", f"tcp_{size}.to_mooncake", 1.0)
+      for size in ("12k", "64k", "368k", "2m")),
+    *(_transfer(f"mooncake, runs of {size}, to its sync call", f"mooncake_{size}.to_sync", 1.5)
+      for size in ("64k", "368k", "2m")),
+    *(Bar(f"{engine}, TP {name}, seconds per byte to 1to1", "transfer",
+          f"{engine}_prompt.{name}_to_matched", 1.15)
+      for engine in ("local", "tcp", "mooncake") for name in ("2to1", "1to2")),
+    Bar("control of one hand-over", "transfer", "control.handover_ms", 1.0, "ms"),
 )  # fmt: skip
 
 
