@@ -28,8 +28,8 @@ def rank_devices(device: DeviceConfig) -> list[DeviceConfig]:
 
 
 def select_device(device: DeviceConfig) -> torch.device:
-    """The torch device of one rank. `auto` is the CPU unless `--gpus` names a device: KV cannot be
-    handed over from GPU memory yet.
+    """The torch device of one rank. `auto` is the CPU unless `--gpus` names a device: the fence
+    of GPU memory has not been shown to hold anywhere yet (docs/protocol.md), a CPU's has.
 
     Raises:
         ConfigError: CUDA is asked for and absent.
