@@ -135,9 +135,9 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The `mooncake` transfer engine (docs/operations.md, Transfer engines)."""
 
     mooncake_protocol: Annotated[
-        Literal["tcp", "rdma", "efa", "nvlink"],
-        _doc("what mooncake moves KV over; anything but tcp is untested"),
-    ] = "tcp"
+        Literal["auto", "tcp", "rdma", "efa", "nvlink"],
+        _doc("what mooncake moves KV over; auto: rdma where there are devices, else tcp"),
+    ] = "auto"
     mooncake_devices: Annotated[
         str, _doc("RDMA devices that mooncake uses, as in mlx5_0,mlx5_1; all if not given")
     ] = ""

@@ -34,7 +34,7 @@ PAGE = LAYOUT.page_bytes
 PAGES = 512
 SIZE = PAGES * PAGE
 HALF = SIZE // 2
-CONFIG = MooncakeConfig()
+CONFIG = MooncakeConfig(mooncake_protocol="tcp")
 WRITES_AT_ONCE = 3
 LIBRARY_SECONDS = "2"
 """How long the library waits for progress: a stopped peer is given up after that."""

@@ -10,13 +10,15 @@ from pdrt.transfer.mooncake.library import (
     CUDA12_WHEEL,
     CUDA13_WHEEL,
     import_failure,
+    resolved,
     settings,
     unusable_environment,
     unusable_machine,
     unusable_wheels,
 )
 
-TCP = MooncakeConfig()
+AUTO = MooncakeConfig()
+TCP = MooncakeConfig(mooncake_protocol="tcp")
 RDMA = MooncakeConfig(mooncake_protocol="rdma")
 
 
@@ -75,6 +77,12 @@ def test_rdma_never_becomes_tcp_in_silence() -> None:
 def test_tcp_is_tcp_on_a_machine_with_rdma_devices() -> None:
     assert settings(TCP, 8)["MC_FORCE_TCP"] == "1"
     assert "MC_FORCE_TCP" not in settings(RDMA, 8)
+
+
+def test_auto_takes_rdma_where_there_is_some() -> None:
+    assert resolved(AUTO, []) == TCP
+    assert resolved(AUTO, ["mlx5_0"]) == RDMA
+    assert resolved(TCP, ["mlx5_0"]) == TCP
 
 
 def test_few_cores_have_few_lanes() -> None:

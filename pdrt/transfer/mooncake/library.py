@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 
 from pdrt.config import MooncakeConfig
@@ -100,8 +101,15 @@ def wheel_for_this_machine() -> str:
     return CUDA12_WHEEL if cuda.startswith("12") else CUDA13_WHEEL
 
 
+def resolved(config: MooncakeConfig, devices: Sequence[str]) -> MooncakeConfig:
+    """With the protocol that `auto` means on a machine with these RDMA devices."""
+    if config.mooncake_protocol != "auto":
+        return config
+    return msgspec.structs.replace(config, mooncake_protocol="rdma" if devices else TCP)
+
+
 def load(config: MooncakeConfig) -> EngineFactory:
-    """Import the library with our settings.
+    """Import the library with our settings for a resolved configuration.
 
     Raises:
         ConfigError: it is not installed, or not one that can be used; names the package.

@@ -19,7 +19,7 @@ from pdrt.protocol.messages import Segment
 from pdrt.protocol.writers import FenceKind
 from pdrt.transfer.mooncake.descriptor import NAME, MooncakeDescriptor
 from pdrt.transfer.mooncake.instance import Fence, Instance
-from pdrt.transfer.mooncake.library import load
+from pdrt.transfer.mooncake.library import load, rdma_devices, resolved
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ class MooncakeReceiver:
                 "what a peer repeats of a worker that has died could be written into its "
                 "successor; start it without that, or use another --transfer"
             )
-        self._factory = load(config)
+        self._config = resolved(config, rdma_devices())
+        self._factory = load(self._config)
         self._pool = pool
         self._host = host
-        self._config = config
         # By endpoint and generation: those that peers may write through.
         self._open: dict[tuple[str, int], Instance] = {}
         # Nothing can be written through them. Kept for their ports.

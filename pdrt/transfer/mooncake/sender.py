@@ -20,7 +20,7 @@ from pdrt.protocol.messages import Segment
 from pdrt.transfer.engine import OnSettled, WriteRequest
 from pdrt.transfer.mooncake.descriptor import NAME, MooncakeDescriptor
 from pdrt.transfer.mooncake.instance import Instance
-from pdrt.transfer.mooncake.library import TCP, load
+from pdrt.transfer.mooncake.library import TCP, load, rdma_devices, resolved
 from pdrt.transfer.mooncake.poller import (
     Accept,
     Finish,
@@ -49,10 +49,10 @@ class MooncakeSender:
         Raises:
             ConfigError: the library is not there, or not usable; says what to do.
         """
-        self._factory = load(config)
+        self._config = resolved(config, rdma_devices())
+        self._factory = load(self._config)
         self._pool = pool
         self._host = host
-        self._config = config
         self._loop = asyncio.get_running_loop()
         self._flights: dict[tuple[Incarnation, int], Flight] = {}
         # Those that have said that they submit nothing more.
