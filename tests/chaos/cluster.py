@@ -44,7 +44,8 @@ class Cluster(Deployment):
         """Start, or start again. On the main thread only: the kernel ends a child with the thread
         that made it."""
         role = name.partition("-")[0]
-        more = [flag for for_role, flag in self._flags if for_role == role] + self.flags_of(name)
+        given = [flag for for_role, flag in self._flags if for_role == role]
+        more = [*self.flags_of(name), *given]
         if role == "gateway":
             self.gateway(name, *PROTOCOL, *more)
         elif role == "prefill":

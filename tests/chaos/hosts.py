@@ -90,7 +90,8 @@ class Hosts(Cluster):
 
     def flags_of(self, name: str) -> list[str]:
         address = self.network.address(name)
-        own = ["--worker-host", address] if name == "gateway" else []
+        # They could see each other's memory, as all of them are on one machine.
+        own = ["--worker-host", address] if name == "gateway" else ["--transfer", "tcp"]
         return ["--host", address, "--cluster-key", str(self._key), *own]
 
     def others(self, name: str) -> list[str]:

@@ -40,6 +40,8 @@ class Role(Protocol):
 def run_party(role: type[Role], parent_pid: int) -> int:
     """Until stdin ends. What libraries print goes to stderr."""
     die_with_parent(parent_pid)
+    # Mooncake complains of everything that is done to it here.
+    os.environ.setdefault("GLOG_minloglevel", "3")
     answers = os.dup(1)
     os.dup2(2, 1)
     torch.set_num_threads(1)

@@ -53,8 +53,8 @@ ROUNDS = 2
 HOLD_SECONDS = 0.5
 """What the fault lasts before the fence, and again after it."""
 WATCH_SECONDS, WATCH_FACTOR = 1.0, 1.5
-"""For late bytes, after the fault is undone. TCP's own waits double: where packets were dropped, its
-next attempt comes within about as long as they were."""
+"""For late bytes, after the fault is undone. TCP waits twice as long each time: where packets were
+dropped, its next attempt comes within about as long as they were."""
 POLL_SECONDS = 0.02
 SECONDS_MAX = 60.0
 """For what takes a moment."""
