@@ -23,15 +23,16 @@ BEAT_SECONDS = 1.0
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """The kernel kills this process when `pdrt up` dies, even by SIGKILL. SIGKILL, because nobody
-    is left to watch a slow shutdown; a planned stop sends SIGTERM first. The check after the call
-    closes the gap in which the parent may have died before the kernel knew.
+    """The kernel kills this process when the one that started it (`pdrt up`, or the leader of a
+    worker's ranks) dies, even by SIGKILL. SIGKILL, because nobody is left to watch a slow shutdown;
+    a planned stop sends SIGTERM first. The check after the call closes the gap in which the parent
+    may have died before the kernel knew.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise PdrtError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:
-        raise PdrtError("pdrt up ended before this process began")
+        raise PdrtError("whoever started this process ended before it began")
 
 
 def show_stacks_when_asked() -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from pdrt.cli.cores import Share, ranges
 from pdrt.cli.options import options_of
 from pdrt.config import DeviceConfig, GatewayConfig, ModelConfig, UpConfig, WorkerConfig
+from pdrt.errors import ConfigError
 
 GATEWAY = "gateway"
 LOOPBACK = "127.0.0.1"  # where workers and gateway meet; only the HTTP port follows --host
@@ -36,24 +37,25 @@ def deployment_of(
     up: UpConfig, model: Path, shares: Sequence[Share], gpus: Sequence[int]
 ) -> Deployment:
     """`up` has ports of its own. `model`: where its files are. `shares`: one per worker. `gpus`:
-    empty without CUDA; workers take them in turn, and those that meet on one split the memory
-    that `up` may use of it."""
+    empty without CUDA; workers take them in turn, one for each of their ranks, and those that meet
+    on one split the memory that `up` may use of it."""
     names = [f"prefill-{n}" for n in range(up.prefill_workers)]
     names += [f"decode-{n}" for n in range(up.decode_workers)]
     assert len(shares) == len(names)
-    dealt = [gpus[n % len(gpus)] if gpus else None for n in range(len(names))]
-    crowd = Counter(dealt)
+    ranks = up.device.tensor_parallel_size or 1
+    dealt = [_deal(gpus, worker * ranks, ranks) for worker in range(len(names))]
+    crowd = Counter(gpu for mine in dealt for gpu in mine)
     named = replace(up.model, model=str(model), served_model_name=served_name(up.model))
     workers: dict[str, WorkerConfig] = {}
-    for name, share, gpu in zip(names, shares, dealt, strict=True):
-        memory = up.model.gpu_memory_utilization / crowd[gpu]
+    for name, share, mine in zip(names, shares, dealt, strict=True):
+        memory = up.model.gpu_memory_utilization / max((crowd[gpu] for gpu in mine), default=1)
         workers[name] = replace(
             _shared_fields(up, WorkerConfig),
             gateway=(f"{LOOPBACK}:{up.worker_port}",),
             host=LOOPBACK,
             port=0,
             model=replace(named, gpu_memory_utilization=memory),
-            device=_device(up.device, share, gpu),
+            device=_device(up.device, share, mine),
         )
     # Beside prefill, where it costs some first tokens a little; decode would be late with all.
     beside = [cpu for share in shares[: up.prefill_workers] for cpu in share.cpus]
@@ -73,10 +75,23 @@ def _shared_fields(up: UpConfig, config_type: type[Config]) -> Config:
     return config_type(**{name: getattr(up, name) for name in names if hasattr(up, name)})
 
 
-def _device(device: DeviceConfig, share: Share, gpu: int | None) -> DeviceConfig:
+def _deal(gpus: Sequence[int], first: int, count: int) -> tuple[int, ...]:
+    """`count` of them from place `first` on, beginning anew after the last one.
+
+    Raises:
+        ConfigError: a worker would get one twice.
+    """
+    if gpus and len(gpus) < count:
+        raise ConfigError(
+            f"--tensor-parallel-size {count}: {len(gpus)} GPUs are here, and a rank takes one"
+        )
+    return tuple(gpus[(first + n) % len(gpus)] for n in range(count)) if gpus else ()
+
+
+def _device(device: DeviceConfig, share: Share, gpus: Sequence[int]) -> DeviceConfig:
     return replace(
         device,
-        gpus=None if gpu is None else str(gpu),
+        gpus=",".join(map(str, gpus)) if gpus else None,
         cpus=ranges(share.cpus) if share.cpus else None,
         threads=device.threads or share.threads,
     )

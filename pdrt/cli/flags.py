@@ -40,13 +40,25 @@ KNOWN_KEYS = frozenset(
 ) | {"config", "url"}
 
 
+class RankArguments(msgspec.Struct, frozen=True):
+    """What makes a process one of the other ranks of a worker."""
+
+    rank: int
+    channel_fd: int
+    """Its end of the channel to its leader."""
+    rendezvous: str
+    """Path of a file through which ranks find each other."""
+
+
 class Request(msgspec.Struct, Generic[Config], frozen=True):
-    """A parsed command line. `parent_pid` and `announce_fd` come from `pdrt up` alone."""
+    """A parsed command line. `parent_pid` and `announce_fd` come from `pdrt up` alone, `rank` from
+    the leader of a worker of several ranks."""
 
     config: Config
     print_config: bool
     parent_pid: int | None
     announce_fd: int | None
+    rank: RankArguments | None = None
 
 
 class Parser(argparse.ArgumentParser):
@@ -94,7 +106,15 @@ def parse_request(
         flags["print_config"],
         flags.get("parent_pid"),
         flags.get("announce_fd"),
+        _rank_of(flags),
     )
+
+
+def _rank_of(flags: Mapping[str, Any]) -> RankArguments | None:
+    if "rank" not in flags:
+        return None
+    rank, channel_fd, rendezvous = flags["rank"]
+    return RankArguments(int(rank), int(channel_fd), rendezvous)
 
 
 def role_parser(command: str, config_type: type[msgspec.Struct]) -> Parser:
@@ -117,6 +137,7 @@ def role_parser(command: str, config_type: type[msgspec.Struct]) -> Parser:
     )
     parser.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--announce-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     groups: dict[str, Any] = {"": parser}
     for option in options_of(config_type).values():
         if option.group not in groups:

@@ -7,19 +7,28 @@ import logging
 import os
 import resource
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from pdrt.cli.child import announce_to, die_with_parent, show_stacks_when_asked
-from pdrt.cli.flags import Request, parse_request, print_config
+from pdrt.cli.flags import RankArguments, Request, parse_request, print_config
 from pdrt.cli.ports import check_port
+from pdrt.cli.ranks import start_ranks
 from pdrt.cli.security import security_warnings
 from pdrt.cli.validate import validate
 from pdrt.config import DeviceConfig, GatewayConfig, WorkerConfig
-from pdrt.model.resources import parse_id_list
+from pdrt.model.cgroup import cpu_quota
+from pdrt.model.resources import parse_id_list, rank_count, share_device
 from pdrt.observe.logs import name_worker, setup_logging
+from pdrt.transfer.liveness import END_FACTOR
+
+if TYPE_CHECKING:
+    from pdrt.model.collectives import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +50,52 @@ def _run_worker(role: str, arguments: Sequence[str]) -> int:
     if request.print_config:
         print_config(config)
         return 0
+    if request.rank is not None:
+        return _run_rank(role, request, request.rank)
     announce = _prepare(role, request)
-    _limit_threads(config.device)
     check_port("--port", config.host, config.port)
     check_port("--metrics-port", config.host, config.metrics_port)
+    devices = _devices(config)
+    ranks = start_ranks(role, config, len(devices))
+    _limit_threads(devices[0])
     with no_garbage():
         if role == "prefill":
             from pdrt.prefill.worker import run
         else:
             from pdrt.decode.worker import run
-    return run(config, announce)
+    own = replace(config, device=devices[0])
+    if not ranks.children:
+        return run(own, announce)
+    return run(own, announce, ranks.children, _place(config, 0, ranks.rendezvous))
+
+
+def _run_rank(role: str, request: Request[WorkerConfig], arguments: RankArguments) -> int:
+    """One of the other ranks of a worker, whose leader has started this process."""
+    _prepare(f"{role} rank {arguments.rank}", request)
+    end = socket.socket(fileno=arguments.channel_fd)
+    end.set_inheritable(False)
+    device = _devices(request.config)[arguments.rank]
+    _limit_threads(device)
+    with no_garbage():
+        if role == "prefill":
+            from pdrt.prefill.rank_process import run
+        else:
+            from pdrt.decode.rank_process import run
+    place = _place(request.config, arguments.rank, arguments.rendezvous)
+    return run(replace(request.config, device=device), place, end)
+
+
+def _devices(config: WorkerConfig) -> list[DeviceConfig]:
+    """What each rank of the worker computes on."""
+    return share_device(config.device, os.sched_getaffinity(0), cpu_quota())
+
+
+def _place(config: WorkerConfig, rank: int, rendezvous: str) -> RankPlace:
+    from pdrt.model.collectives import RankPlace
+
+    # What hangs ends its worker earlier; this is for a leader that hangs itself.
+    seconds_max = END_FACTOR * config.scheduler.stall_seconds_max
+    return RankPlace(rank, rank_count(config.device), rendezvous, seconds_max)
 
 
 def run_gateway(arguments: Sequence[str]) -> int:

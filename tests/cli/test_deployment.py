@@ -13,6 +13,7 @@ from pdrt.cli.deployment import child_environment, deployment_of, served_name, v
 from pdrt.cli.up import reachable
 from pdrt.cli.validate import validate
 from pdrt.config import ApiConfig, DeviceConfig, ModelConfig, ObserveConfig, UpConfig
+from pdrt.errors import ConfigError
 from pdrt.model.resources import parse_id_list
 
 TWO = [Share((0,), 1), Share((1,), 1)]
@@ -99,6 +100,24 @@ def test_the_served_name(tmp_path: Path) -> None:
 def test_children_do_not_see_our_variables() -> None:
     environment = child_environment({"PDRT_PORT": "1", "PATH": "/bin"})
     assert environment == {"PATH": "/bin", "PYTHONUNBUFFERED": "1"}
+
+
+def test_a_worker_of_several_ranks_gets_a_gpu_for_each() -> None:
+    up = UpConfig(
+        model=ModelConfig(gpu_memory_utilization=0.8),
+        device=DeviceConfig(tensor_parallel_size=2),
+    )
+    workers = deployment_of(up, Path("/m"), TWO, gpus=(0, 1, 2, 3)).workers
+    assert [w.device.gpus for w in workers.values()] == ["0,1", "2,3"]
+    assert {w.device.tensor_parallel_size for w in workers.values()} == {2}
+    assert {w.model.gpu_memory_utilization for w in workers.values()} == {0.8}
+    workers = deployment_of(up, Path("/m"), TWO, gpus=(0, 1)).workers
+    assert {w.device.gpus for w in workers.values()} == {"0,1"}
+    assert {w.model.gpu_memory_utilization for w in workers.values()} == {0.4}
+    with pytest.raises(ConfigError, match="1 GPUs are here, and a rank takes one"):
+        deployment_of(up, Path("/m"), TWO, gpus=(0,))
+    workers = deployment_of(up, Path("/m"), TWO, gpus=()).workers
+    assert {w.device.gpus for w in workers.values()} == {None}, "ranks on CPUs share cores"
 
 
 @pytest.mark.parametrize(("mask", "gpus"), [("", ()), ("3", (0,)), ("4,5", (0, 1))])

@@ -198,4 +198,5 @@ def test_a_child_whose_parent_is_gone_does_not_run(tmp_path: Path) -> None:
         timeout=HANG_SECONDS,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (2, b"pdrt: pdrt up ended before this process began\n")
+    refusal = b"pdrt: whoever started this process ended before it began\n"
+    assert (done.returncode, done.stderr) == (2, refusal)

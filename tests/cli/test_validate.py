@@ -38,8 +38,6 @@ def test_a_page_size_need_not_be_a_power_of_two() -> None:
 
 
 def test_devices() -> None:
-    assert refuse("--tensor-parallel-size", "2").endswith("start more workers instead")
-    assert "until tensor parallelism lands" in refuse("--gpus", "0-3", has_cuda=True)
     assert refuse("--device", "cuda") == (
         "--device cuda: no NVIDIA GPU on this machine; use --device cpu"
     )
@@ -47,6 +45,14 @@ def test_devices() -> None:
     assert "exclude each other" in refuse("--gpus", "0", "--device", "cpu", has_cuda=True)
     assert "--gpus '0-'" in refuse("--gpus", "0-", has_cuda=True)
     assert "--cpus 'all'" in refuse("--cpus", "all")
+
+
+@pytest.mark.parametrize(
+    "flags", [("--tensor-parallel-size", "2"), ("--gpus", "0-3"), ("--gpus", "0,1")]
+)
+def test_a_worker_may_have_several_ranks(flags: tuple[str, str]) -> None:
+    config = parse_request("prefill", WorkerConfig, flags, {}).config
+    validate(config, has_cuda=True)
 
 
 def test_up_deals_out_several_devices() -> None:
