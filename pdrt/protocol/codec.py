@@ -29,12 +29,23 @@ FRAME_REST_BYTES = 4096
 """What a frame with log probabilities of a prompt holds beside them, or less."""
 
 _VERSION = bytes([PROTOCOL_VERSION])
+VERSION_FRAME = _VERSION
+"""No message: answers a frame of another version, whose sender learns from it which one is spoken
+here. The version byte comes first in every one of them."""
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """One frame."""
     return _VERSION + _encoder.encode(message)
+
+
+def other_version(frame: bytes) -> str | None:
+    """Words for a frame of another version, naming both; None for one of ours."""
+    if frame[:1] == _VERSION:
+        return None
+    theirs = frame[0] if frame else "missing"
+    return f"protocol version {theirs}, here is {PROTOCOL_VERSION}"
 
 
 def prompt_logprobs_bytes(tokens: int, top: int) -> int:
@@ -58,11 +69,8 @@ class Decoder(Generic[Message]):
         """
         if len(frame) > self._frame_bytes_max:
             raise BadFrame("size", f"{len(frame)} bytes, {self._frame_bytes_max} allowed")
-        if frame[:1] != _VERSION:
-            raise BadFrame(
-                "version",
-                f"protocol version {frame[0] if frame else 'missing'}, here is {PROTOCOL_VERSION}",
-            )
+        if (difference := other_version(frame)) is not None:
+            raise BadFrame("version", difference)
         try:
             return self._decoder.decode(memoryview(frame)[1:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

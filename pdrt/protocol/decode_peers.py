@@ -23,7 +23,8 @@ from pdrt.protocol.effects import (
     ReleaseSource,
     SendToDecode,
 )
-from pdrt.protocol.messages import Hello, Load, Segment, Welcome
+from pdrt.protocol.engine_choice import candidates, none_in_common, passed_over, rank_count
+from pdrt.protocol.messages import Hello, Load, Welcome
 
 if TYPE_CHECKING:
     from pdrt.protocol.rooms import PrefillWorkerInfo
@@ -39,9 +40,14 @@ class EngineState(Enum):
 class EngineInstance:
     """One generation's engine instance on every rank."""
 
-    def __init__(self, segments: tuple[Segment, ...], ranks: int, deadline: float) -> None:
+    def __init__(self, name: str, hello: Hello, ranks: int, deadline: float) -> None:
+        self.name = name
+        """Of the engine that was chosen."""
+        self.passed_over: tuple[str, ...] = ()
+        """Why it is none of the better ones."""
         self.state = EngineState.OPENING
-        self.segments = segments
+        self.segments = hello.segments
+        """All that were shown, of other engines too."""
         self.waiting = set(range(ranks))
         """Ranks that have not confirmed the step under way."""
         self.deadline = deadline
@@ -73,10 +79,20 @@ class DecodePeer:
         """`hello` has had its `Welcome`."""
         self.floor = 0
         self.engines: dict[int, EngineInstance] = {}
+        self.refused: dict[str, str] = {}
+        """Engines that could not be opened for the newest generation, and why. Empty once all have
+        been refused: then all are tried again."""
+        self.taken: tuple[int, str] | None = None
+        """The newest generation that was open, and its engine, which is never changed."""
         self.unsettled_generation = 0
         """The newest generation in which a room ended UNSETTLED; only ever rises."""
         self.rooms: dict[RoomId, int] = {}
         """Alive ones, with their generation."""
+
+    @property
+    def newest(self) -> EngineInstance | None:
+        """Of the newest generation that it has an instance of."""
+        return self.engines[max(self.engines)] if self.engines else None
 
     def may_write(self, generation: int) -> bool:
         """A new room may be opened on `generation`."""
@@ -135,7 +151,7 @@ class DecodePeers:
         if peer is None:
             refusal = self._refuses(hello)
             if refusal is not None:
-                return [self._welcome(hello, 0, (), refusal)]
+                return [self._welcome(hello, None, (), refusal)]
             peer = self.known[hello.decode] = DecodePeer(hello.decode)
         elif hello.seq <= peer.last_seq:
             self._stale["old_seq"] += 1
@@ -147,7 +163,9 @@ class DecodePeers:
         if self._is_of_another_pairing(peer, hello):
             self._stale["other_pairing"] += 1
             refusal = "this worker is dialled under another address too; list one of them"
-            return [*alive, self._welcome(hello, 0, (), refusal)]
+            return [*alive, self._welcome(hello, None, (), refusal)]
+        if peer.hello is None or peer.hello.generation != hello.generation:
+            peer.refused.clear()
         peer.hello, peer.is_answered = hello, False
         peer.floor = max(peer.floor, hello.floor)
         return [*alive, *self._advance(peer, now)]
@@ -164,12 +182,29 @@ class DecodePeers:
         differences = self._worker.fingerprint.differences(hello.fingerprint)
         if differences:
             return "prefill and decode differ: " + "; ".join(differences)
+        if (undividable := self._undividable(hello)) is not None:
+            return undividable
+        if (apart := none_in_common(self._worker.engines, hello.segments)) is not None:
+            return apart
         if self.is_full:
             return (
                 f"{len(self.known)} decode incarnations are known (decode_incarnations_max): "
                 "this worker drains and exits"
             )
         return self.refusal
+
+    def _undividable(self, hello: Hello) -> str | None:
+        """Every head of every decode rank is some prefill rank's to send."""
+        ranks = {"prefill": len(self._worker.ranks), "decode": rank_count(hello.segments)}
+        heads = self._worker.fingerprint.layout.kv_heads
+        for side, count in ranks.items():
+            if count and heads % count and count % heads:
+                both = " and ".join(f"{n} {s} ranks" for s, n in ranks.items())
+                return (
+                    f"{heads} KV heads do not divide over {count} {side} ranks (here are {both}); "
+                    f"start {side} with another --tensor-parallel-size"
+                )
+        return None
 
     def engine_opened(
         self, decode: Incarnation, generation: int, rank: int, now: float
@@ -182,6 +217,7 @@ class DecodePeers:
         engine.waiting.discard(rank)
         if not engine.waiting:
             engine.state = EngineState.OPEN
+            peer.taken = generation, engine.name
         return self._advance(peer, now)
 
     def engine_refused(
@@ -193,6 +229,8 @@ class DecodePeers:
         if engine is None or engine.state is not EngineState.OPENING:
             return []
         engine.state, engine.refusal = EngineState.REFUSED, why
+        if peer.hello is not None and peer.hello.generation == generation:
+            peer.refused[engine.name] = why
         return self._advance(peer, now)
 
     def engine_closed(
@@ -238,7 +276,7 @@ class DecodePeers:
             is_quiet = engine.state in (EngineState.OPEN, EngineState.REFUSED)
             if is_done and number not in busy and is_quiet:
                 if is_refused:
-                    effects += self._answer(peer, hello, 0, engine.refusal)
+                    effects += self._give_up(peer, hello)
                 engine.state = EngineState.CLOSING
                 engine.waiting = set(range(len(self._worker.ranks)))
                 engine.deadline = now + self._config.retire_seconds_max
@@ -253,13 +291,39 @@ class DecodePeers:
             return self._answer(peer, hello, 0, None)
         engine = peer.engines.get(generation)
         if engine is None and not peer.is_answered and len(peer.engines) < ENGINES_MAX:
-            deadline = now + self._config.retire_seconds_max
-            ranks = len(self._worker.ranks)
-            peer.engines[generation] = EngineInstance(hello.segments, ranks, deadline)
-            return [OpenEngine(peer.incarnation, generation, hello.segments)]
+            return self._open(peer, hello, now)
         if engine is not None and engine.state is EngineState.OPEN:
             return self._answer(peer, hello, generation, None)
         return []
+
+    def _open(self, peer: DecodePeer, hello: Hello, now: float) -> list[PrefillEffect]:
+        """The best engine that has not been refused."""
+        found = self._candidates(peer, hello)
+        if not found:
+            return self._give_up(peer, hello)
+        name, deadline = found[0], now + self._config.retire_seconds_max
+        engine = EngineInstance(name, hello, len(self._worker.ranks), deadline)
+        have, refused = self._worker.engines, peer.refused
+        engine.passed_over = passed_over(name, have, hello.segments, refused)
+        peer.engines[hello.generation] = engine
+        segments = tuple(x for x in hello.segments if x.engine == name)
+        return [OpenEngine(peer.incarnation, hello.generation, segments)]
+
+    def _candidates(self, peer: DecodePeer, hello: Hello) -> tuple[str, ...]:
+        found = candidates(self._worker.engines, hello.segments, peer.refused)
+        if peer.taken is None or peer.taken[0] != hello.generation:
+            return found
+        # A writer that changes its engine would change what fences it.
+        return tuple(name for name in found if name == peer.taken[1])
+
+    def _give_up(self, peer: DecodePeer, hello: Hello) -> list[PrefillEffect]:
+        """Unless another engine is left to try. The next `Hello` begins anew."""
+        if self._candidates(peer, hello):
+            return []
+        why = "; ".join(f"{name}: {text}" for name, text in peer.refused.items())
+        why = why or none_in_common(self._worker.engines, hello.segments) or "no engine is left"
+        peer.refused.clear()
+        return self._answer(peer, hello, 0, why)
 
     def _answer(
         self,
@@ -272,20 +336,28 @@ class DecodePeers:
             return []
         peer.is_answered = True
         rooms = tuple(room.serial for room in peer.rooms)
-        return [self._welcome(hello, generation, rooms, refusal or self.refusal)]
+        engine = peer.engines[generation] if generation else None
+        return [self._welcome(hello, engine, rooms, refusal or self.refusal)]
 
     def _welcome(
-        self, hello: Hello, generation: int, rooms: tuple[int, ...], refusal: str | None
+        self,
+        hello: Hello,
+        engine: EngineInstance | None,
+        rooms: tuple[int, ...],
+        refusal: str | None,
     ) -> SendToDecode:
+        """`engine`: of the generation that is shown as writable; None: none is."""
         welcome = Welcome(
             decode=hello.decode,
             seq=hello.seq,
-            generation=generation,
+            generation=0 if engine is None else hello.generation,
             floor=hello.floor,
             writer=self._worker.incarnation,
             ranks=self._worker.ranks,
             fingerprint=self._worker.fingerprint,
             engines=self._worker.engines,
+            engine=None if engine is None else engine.name,
+            passed_over=() if engine is None else engine.passed_over,
             rooms=rooms,
             load=self.load,
             refusal=refusal,

@@ -34,7 +34,6 @@ from pdrt.protocol.messages import (
     NOT_RETRYABLE,
     TURNED_AWAY,
     Drained,
-    Fingerprint,
     FirstToken,
     FirstTokenData,
     Grant,
@@ -48,6 +47,7 @@ from pdrt.protocol.messages import (
     Welcome,
 )
 from pdrt.protocol.pairing import (
+    DecodeWorkerInfo,
     GenerationRetired,
     Pairing,
     PairingEffect,
@@ -56,7 +56,7 @@ from pdrt.protocol.pairing import (
     WriterWelcomed,
 )
 from pdrt.protocol.ranks import RankWatch
-from pdrt.protocol.writers import FenceKind
+from pdrt.protocol.writers import FenceKind, WriterPeer
 from pdrt.sampling import Sampling
 
 WELCOMES_MISSED_MAX = 2
@@ -114,27 +114,18 @@ class GrantRequest(msgspec.Struct, frozen=True):
     context: RequestContext = RequestContext()
 
 
-class DecodeWorkerInfo(msgspec.Struct, frozen=True):
-    """What the table must know of its own worker."""
-
-    incarnation: Incarnation
-    fingerprint: Fingerprint
-    ranks: int
-    fence: FenceKind
-    """Declared by the transfer engine's adapter."""
-    quarantine_pages_max: int
-
-
 class Lease:
     """One room's destination pages and what is known of their writer."""
 
-    def __init__(
-        self, room: RoomId, endpoint: str, grant: Grant, request: GrantRequest, now: float
-    ) -> None:
-        self.room = room
-        self.endpoint = endpoint
+    def __init__(self, peer: WriterPeer, grant: Grant, request: GrantRequest, now: float) -> None:
+        assert peer.engine is not None and peer.fence_kind is not None, grant.room
+        self.room = grant.room
+        self.endpoint = peer.endpoint
         self.writer = grant.writer
         self.generation = grant.generation
+        self.engine = peer.engine
+        """What its writer writes through; fixed, as is what fences it."""
+        self.fence = peer.fence_kind
         self.pages = request.pages
         self.written = grant.pages
         """Those of them that the writer fills."""
@@ -168,13 +159,12 @@ class LeaseTable:
     effects, which the worker applies in order before the next event."""
 
     def __init__(self, worker: DecodeWorkerInfo, config: ProtocolConfig, now: float) -> None:
-        self.pairing = Pairing(worker.incarnation, worker.fingerprint, worker.ranks, config, now)
+        self.pairing = Pairing(worker, config, now)
         self.leases: dict[RoomId, Lease] = {}
         self.stale: Counter[str] = self.pairing.stale
         """Messages that changed nothing, by reason."""
-        self.fences = 0
+        self.fences_by_engine: Counter[str] = Counter()
         """Generations retired or writers killed to get pages back."""
-        self._fence = worker.fence
         self._config = config
         self._quarantine_pages_max = worker.quarantine_pages_max
         self._ranks = RankWatch(worker.ranks, config, now)
@@ -183,6 +173,11 @@ class LeaseTable:
         self._by_endpoint: dict[str, dict[RoomId, Lease]] = {}
         # Exactly the leases in REVOKING, in the order of their revocation.
         self._revoking: dict[RoomId, Lease] = {}
+
+    @property
+    def fences(self) -> int:
+        """All of them."""
+        return self.fences_by_engine.total()
 
     # Pairing
 
@@ -195,11 +190,11 @@ class LeaseTable:
         self.pairing.unwant(endpoint)
 
     def segment_opened(
-        self, endpoint: str, generation: int, rank: int, segment: Segment, now: float
+        self, endpoint: str, generation: int, rank: int, segments: tuple[Segment, ...], now: float
     ) -> list[DecodeEffect]:
-        """One rank's answer to `OpenSegment`."""
+        """One rank's answer to `OpenSegment`: a segment for each engine."""
         return self._resolve(
-            self.pairing.segment_opened(endpoint, generation, rank, segment, now), now
+            self.pairing.segment_opened(endpoint, generation, rank, segments, now), now
         )
 
     def segment_closed(
@@ -275,7 +270,7 @@ class LeaseTable:
             cache_salt=request.cache_salt,
             context=request.context,
         )
-        lease = self.leases[room] = Lease(room, endpoint, grant, request, now)
+        lease = self.leases[room] = Lease(peer, grant, request, now)
         self._by_endpoint.setdefault(endpoint, {})[room] = lease
         return [SendToPrefill(endpoint, grant)]
 
@@ -500,7 +495,7 @@ class LeaseTable:
         return effects
 
     def _start_fence(self, lease: Lease, now: float) -> list[PairingEffect]:
-        match self._fence:
+        match lease.fence:
             case FenceKind.PROCESS_DEATH:
                 started = self.pairing.kill(lease.endpoint, lease.writer, lease.fence_reason)
             case FenceKind.RETIRE_GENERATION:
@@ -508,33 +503,33 @@ class LeaseTable:
                 if lease.generation != peer.newest_generation:
                     return []
                 started = self.pairing.retire(lease.endpoint, now)
-        self.fences += bool(started)
+        if started:
+            self.fences_by_engine[lease.engine] += 1
         return started
 
     def _writer_lost(self, notice: WriterLost, now: float) -> list[DecodeEffect]:
-        patience = (
-            self._config.kill_lost_after_seconds if self._fence is FenceKind.PROCESS_DEATH else 0.0
-        )
         effects: list[DecodeEffect] = []
         for lease in self._of(notice.endpoint, notice.writer):
             if lease.state is LeaseState.GRANTED:
                 effects += self._revoke(lease, Reason.WRITER_LOST, now)
+            # A process is spared for a while, as its death costs more than a generation.
+            is_killed = lease.fence is FenceKind.PROCESS_DEATH
+            patience = self._config.kill_lost_after_seconds if is_killed else 0.0
             self._fence_by(lease, now + patience, "its writer is lost")
         return [*effects, *self._fence_due(notice.endpoint, now)]
 
     def _writer_died(self, notice: WriterDied, now: float) -> list[DecodeEffect]:
         effects = self._writer_lost(WriterLost(notice.endpoint, notice.writer), now)
-        if self._fence is FenceKind.PROCESS_DEATH:
-            for lease in self._of(notice.endpoint, notice.writer):
+        for lease in self._of(notice.endpoint, notice.writer):
+            if lease.fence is FenceKind.PROCESS_DEATH:
                 effects += self._free(lease, LeaseEvent.FENCED, now)
         return effects
 
     def _generation_retired(self, notice: GenerationRetired, now: float) -> list[DecodeEffect]:
-        if self._fence is not FenceKind.RETIRE_GENERATION:
-            return []
         effects: list[DecodeEffect] = []
         for lease in self._at(notice.endpoint):
-            if lease.generation == notice.generation:
+            is_fenced = lease.fence is FenceKind.RETIRE_GENERATION
+            if is_fenced and lease.generation == notice.generation:
                 effects += self._fail(lease, Reason.FENCED, True, "its generation was retired")
                 effects += self._free(lease, LeaseEvent.FENCED, now)
         # A lease on the next generation may have been waiting for its turn.
@@ -638,6 +633,6 @@ class LeaseTable:
             assert room.serial <= self._serial, room
             assert (lease.drained is not None) == bool(lease.uncompared), room
             assert lease.is_answered or lease.drained is None, room
-            if self._fence is FenceKind.RETIRE_GENERATION:
+            if lease.fence is FenceKind.RETIRE_GENERATION:
                 peer = self.pairing.peers[lease.endpoint]
                 assert lease.generation >= peer.floor, (room, lease.generation, peer.floor)

@@ -17,7 +17,7 @@ from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.layout import KvLayout
 from pdrt.sampling import Sampling, TokenId, TokenLogprobs
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 Natural = Annotated[int, Meta(ge=0)]
 """A count, an index or a page; a frame with a negative one does not decode."""
 Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
@@ -99,10 +99,11 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """What one decode rank exposes to one prefill worker. Its name is (decode incarnation, rank,
-    prefill worker, generation), all but the rank being those of the `Hello` that carries it."""
+    """What one decode rank exposes to one prefill worker through one engine. Its name is (decode
+    incarnation, rank, prefill worker, generation, engine), of which the `Hello` that carries it
+    says the rest."""
 
-    rank: int
+    rank: Natural
     engine: str
     descriptor: bytes
     """The engine's own encoding of how its peer reaches the memory."""
@@ -162,6 +163,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     fingerprint: Fingerprint
     generation: int
     segments: tuple[Segment, ...]
+    """Of every rank, one for each engine that this worker offers."""
     floor: int
     """The lowest generation still alive."""
     load: Load = Load()
@@ -215,6 +217,11 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[RankProcess, ...]
     fingerprint: Fingerprint
     engines: tuple[str, ...]
+    """All that this worker has, best first."""
+    engine: str | None = None
+    """What it writes through on `generation`: never another one in the same generation."""
+    passed_over: tuple[str, ...] = ()
+    """Why that is none of the better ones, in words."""
     rooms: tuple[int, ...] = ()
     """Serials of the rooms of this decode incarnation that are alive."""
     load: Load = Load()

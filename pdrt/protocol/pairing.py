@@ -7,7 +7,7 @@ Knows nothing of leases. What leases must hear about comes back as notices among
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -27,10 +27,21 @@ from pdrt.protocol.effects import (
     SendToPrefill,
 )
 from pdrt.protocol.messages import Fingerprint, Hello, Load, Segment, Welcome
-from pdrt.protocol.writers import FenceState, Generation, SegmentState, WriterPeer
+from pdrt.protocol.writers import FenceKind, FenceState, Generation, SegmentState, WriterPeer
 
 HELLO_SECONDS_MIN = 0.1
 """Pause before the second `Hello` to an endpoint that has not answered yet; doubles."""
+
+
+class DecodeWorkerInfo(msgspec.Struct, frozen=True):
+    """What the tables must know of their own worker."""
+
+    incarnation: Incarnation
+    fingerprint: Fingerprint
+    ranks: int
+    engines: Mapping[str, FenceKind]
+    """Those on offer, and what fences a writer that takes one, as their adapters declare."""
+    quarantine_pages_max: int
 
 
 class WriterLost(msgspec.Struct, frozen=True):
@@ -67,17 +78,11 @@ PairingEffect = DecodeEffect | WriterLost | WriterDied | GenerationRetired | Wri
 class Pairing:
     """All prefill endpoints of one decode worker."""
 
-    def __init__(
-        self,
-        incarnation: Incarnation,
-        fingerprint: Fingerprint,
-        ranks: int,
-        config: ProtocolConfig,
-        now: float,
-    ) -> None:
-        self.incarnation = incarnation
-        self.fingerprint = fingerprint
-        self.ranks = ranks
+    def __init__(self, worker: DecodeWorkerInfo, config: ProtocolConfig, now: float) -> None:
+        self.incarnation = worker.incarnation
+        self.fingerprint = worker.fingerprint
+        self.ranks = worker.ranks
+        self.engines = worker.engines
         self.peers: dict[str, WriterPeer] = {}
         self.load = Load()
         self.stale: Counter[str] = Counter()
@@ -142,14 +147,14 @@ class Pairing:
     # Segments
 
     def segment_opened(
-        self, endpoint: str, generation: int, rank: int, segment: Segment, now: float
+        self, endpoint: str, generation: int, rank: int, segments: tuple[Segment, ...], now: float
     ) -> list[PairingEffect]:
-        """One rank exposes the pool; once all do, `Hello` says so."""
+        """One rank exposes the pool, through every engine; once all do, `Hello` says so."""
         peer = self.peers[endpoint]
         current = peer.generations.get(generation)
         if current is None or current.state is not SegmentState.OPENING:
             return []
-        return self._hello(peer, now) if current.opened(rank, segment) else []
+        return self._hello(peer, now) if current.opened(rank, segments) else []
 
     def segment_closed(
         self, endpoint: str, generation: int, rank: int, now: float
@@ -216,8 +221,9 @@ class Pairing:
         effects = self._switch_writer(peer, message)
         peer.is_lost = False
         peer.echoed_generation = message.generation
-        if peer.fences[message.writer] is not FenceState.REFUSED:
-            peer.refusal = self._refusal(message)
+        peer.refusal = self._refusal(peer, message)
+        if peer.refusal is None and message.engine is not None:
+            effects += self._take_engine(peer, message, message.engine)
         peer.hello_pause = self._config.hello_interval_seconds
         self._silence.heard(endpoint, now)
         return [*effects, WriterWelcomed(endpoint, message)]
@@ -227,17 +233,41 @@ class Pairing:
         old = peer.writer
         if old is not None and old != message.writer:
             effects.append(WriterLost(peer.endpoint, old))
+            peer.forget_engine()
         peer.writer = message.writer
-        if message.writer not in peer.fences:
-            peer.fences[message.writer] = FenceState.OPENING
-            effects.append(OpenFence(peer.endpoint, message.writer, message.ranks))
         return effects
 
-    def _refusal(self, message: Welcome) -> str | None:
+    def _take_engine(self, peer: WriterPeer, message: Welcome, engine: str) -> list[PairingEffect]:
+        """The writer has said what it writes through, and with that what fences it. No lease is
+        granted before the means are in hand."""
+        peer.engine, peer.passed_over = engine, message.passed_over
+        peer.fence_kind = self.engines[engine]
+        if generation := peer.generations.get(message.generation):
+            generation.engines[message.writer] = engine
+        if peer.fence_kind is not FenceKind.PROCESS_DEATH:
+            return []
+        if message.writer not in peer.fences:
+            peer.fences[message.writer] = FenceState.OPENING
+            return [OpenFence(peer.endpoint, message.writer, message.ranks)]
+        if peer.fences[message.writer] is FenceState.REFUSED:
+            peer.refusal = peer.fence_refusal
+        return []
+
+    def _refusal(self, peer: WriterPeer, message: Welcome) -> str | None:
         if message.refusal is not None:
             return message.refusal
-        differences = self.fingerprint.differences(message.fingerprint)
-        return "; ".join(differences) or None
+        if differences := self.fingerprint.differences(message.fingerprint):
+            return "; ".join(differences)
+        if not message.generation:
+            return None
+        if message.engine not in self.engines:
+            offered = ", ".join(self.engines)
+            return f"prefill writes through {message.engine}, decode offers {offered}"
+        generation = peer.generations.get(message.generation)
+        taken = generation and generation.engines.get(message.writer)
+        if taken is not None and taken != message.engine:
+            return f"prefill writes through {message.engine}, and did through {taken} before"
+        return None
 
     def _hello(self, peer: WriterPeer, now: float) -> list[PairingEffect]:
         """`Hello` now, if there is something to show."""
@@ -255,7 +285,7 @@ class Pairing:
             seq=seq,
             fingerprint=self.fingerprint,
             generation=newest.number,
-            segments=tuple(newest.segments[rank] for rank in range(self.ranks)),
+            segments=tuple(x for rank in range(self.ranks) for x in newest.segments[rank]),
             floor=peer.floor,
             load=self.load,
         )
@@ -281,6 +311,7 @@ class Pairing:
         peer = self.peers.get(endpoint)
         if peer and peer.fences.get(writer) is FenceState.OPENING:
             peer.fences[writer] = FenceState.REFUSED
+            peer.fence_refusal = why
             if peer.writer == writer:
                 peer.refusal = why
 
@@ -363,6 +394,7 @@ class Pairing:
             return []
         peer.is_connected = False
         peer.writer = None
+        peer.forget_engine()
         peer.echoed_generation = 0
         self._silence.forget(endpoint)
         return [*self.let_go(endpoint, set()), Disconnect(endpoint)]

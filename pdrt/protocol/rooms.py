@@ -78,6 +78,7 @@ class PrefillWorkerInfo(msgspec.Struct, frozen=True):
     ranks: tuple[RankProcess, ...]
     """Every rank's process, named also where it has nothing to send."""
     engines: tuple[str, ...]
+    """Those that it can open, best first."""
 
 
 class Room:
@@ -278,6 +279,10 @@ class RoomTable:
         record.state = TRANSITIONS[record.state, event]
 
     # Engines
+
+    def engine_of(self, room: RoomId) -> str:
+        """What an alive room is written through."""
+        return self.peers.known[room.decode].engines[self.rooms[room].generation].name
 
     def engine_opened(
         self, decode: Incarnation, generation: int, rank: int, now: float

@@ -49,13 +49,16 @@ class Generation:
         self.state = SegmentState.OPENING
         self.deadline = deadline
         """By when every rank must have confirmed the step that is under way."""
-        self.segments: dict[int, Segment] = {}
+        self.segments: dict[int, tuple[Segment, ...]] = {}
+        """By rank, one for each engine on offer."""
+        self.engines: dict[Incarnation, str] = {}
+        """What each writer writes through on this generation. None changes it."""
         # Ranks that have not confirmed the step that is under way.
         self.waiting = set(range(ranks))
 
-    def opened(self, rank: int, segment: Segment) -> bool:
-        """One rank has opened its segment; True when all have."""
-        self.segments[rank] = segment
+    def opened(self, rank: int, segments: tuple[Segment, ...]) -> bool:
+        """One rank has opened its segments; True when all have."""
+        self.segments[rank] = segments
         self.waiting.discard(rank)
         if not self.waiting and self.state is SegmentState.OPENING:
             self.state = SegmentState.OPEN
@@ -104,7 +107,16 @@ class WriterPeer:
         self.echoed_generation = 0
         """By the current writer; 0: none."""
         self.refusal: str | None = None
+        self.engine: str | None = None
+        """What the current writer writes through; None until it has said so."""
+        self.passed_over: tuple[str, ...] = ()
+        """Why that is none of the better ones, in its words."""
+        self.fence_kind: FenceKind | None = None
+        """What fences the current writer: it follows from `engine`."""
+        self.fence_refusal: str | None = None
+        """Why the means to fence a writer could not be had, of the latest such."""
         self.fences: dict[Incarnation, FenceState] = {}
+        """Means for `PROCESS_DEATH`. To retire a generation takes no more than the generation."""
         self.generations: dict[int, Generation] = {}
         """Alive ones: the newest, and at most one older that is being torn down."""
         self.newest_generation = 0
@@ -132,8 +144,22 @@ class WriterPeer:
             and newest is not None
             and newest.state is SegmentState.OPEN
             and self.echoed_generation == newest.number
-            and self.fences.get(self.writer) is FenceState.HELD
+            and self._can_fence(self.writer)
         )
+
+    def _can_fence(self, writer: Incarnation) -> bool:
+        """The means are in hand; which they are is not known before its engine is."""
+        match self.fence_kind:
+            case None:
+                return False
+            case FenceKind.PROCESS_DEATH:
+                return self.fences.get(writer) is FenceState.HELD
+            case FenceKind.RETIRE_GENERATION:
+                return True
+
+    def forget_engine(self) -> None:
+        """Another writer answers, or none."""
+        self.engine, self.passed_over, self.fence_kind = None, (), None
 
     @property
     def state(self) -> PairState:

@@ -156,7 +156,7 @@ def test_segments_that_cannot_be_reached_are_refused_and_tried_again(prefill: Pr
     prefill.hello()
     effects = prefill.note(prefill.table.engine_refused(DECODE, 1, "no route", prefill.now))
     welcome = one(sent(effects))
-    assert (welcome.generation, welcome.refusal) == (0, "no route")
+    assert (welcome.generation, welcome.refusal) == (0, "test: no route")
     assert one(only(effects, CloseEngine)).generation == 1
     assert only(prefill.hello(), OpenEngine) == [], "not before the old instance is destroyed"
     assert one(only(prefill.engine_closed(), OpenEngine)).generation == 1
@@ -277,7 +277,7 @@ def test_engine_that_does_not_open_in_time_is_refused_and_tried_again() -> None:
         prefill.table.rank_heard(1, prefill.now)
         effects += prefill.tick(1.0)
     welcome = one(sent(effects))
-    assert welcome.refusal == "ranks [1] did not open their engines in time"
+    assert welcome.refusal == "test: ranks [1] did not open their engines in time"
     assert one(only(effects, CloseEngine)) == CloseEngine(DECODE, 1)
     prefill.engine_closed(0)
     prefill.engine_closed(1)

@@ -26,9 +26,11 @@ from tests.protocol.traces import (
     ENDPOINT,
     FINGERPRINT,
     LAYOUT,
+    LOCAL,
     NEXT_WRITER,
     OTHER_DECODE,
     OTHER_ENDPOINT,
+    RETIRE,
     WRITER,
     Decode,
     ends_worker,
@@ -48,7 +50,7 @@ def decode() -> Iterator[Decode]:
 
 @pytest.fixture
 def paired() -> Iterator[Decode]:
-    decode = Decode()
+    decode = Decode(LOCAL)
     decode.pair()
     yield decode
     decode.table.check()
@@ -62,12 +64,12 @@ def pair_state(decode: Decode, endpoint: str = ENDPOINT) -> PairState:
 
 
 def test_from_wanted_to_paired() -> None:
-    decode = Decode(ranks=2)
+    decode = Decode(LOCAL, ranks=2)
     assert decode.want() == [Connect(ENDPOINT), OpenSegment(ENDPOINT, 1)]
     assert decode.want() == [], "idempotent"
     assert decode.tick() == [], "nothing to show yet"
-    assert decode.note(decode.table.segment_opened(ENDPOINT, 1, 1, segment(1, 1), decode.now)) == []
-    effects = decode.note(decode.table.segment_opened(ENDPOINT, 1, 0, segment(0, 1), decode.now))
+    assert decode.open_segment(1) == []
+    effects = decode.open_segment(0)
     hello = one(sent(effects))
     assert isinstance(hello, Hello)
     assert (hello.generation, hello.floor) == (1, 1)
@@ -307,7 +309,9 @@ def test_unwant_of_an_unknown_endpoint_is_nothing(decode: Decode) -> None:
     assert decode.pairing.peers == {}
 
 
-def test_fence_on_an_unwanted_endpoint_opens_no_further_generation(paired: Decode) -> None:
+def test_fence_on_an_unwanted_endpoint_opens_no_further_generation() -> None:
+    paired = Decode(RETIRE)
+    paired.pair()
     room = paired.grant([1])
     paired.table.unwant(ENDPOINT)
     effects = paired.drained(room, Outcome.UNSETTLED)

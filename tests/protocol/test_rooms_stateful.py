@@ -51,7 +51,7 @@ from tests.protocol.traces import (
     segment,
 )
 
-RANKS = 3
+RANKS = 4
 DECODES = (DECODE, OTHER_DECODE)
 CONFIG = ProtocolConfig(retire_seconds_max=1e6)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pdrt.config import ProtocolConfig
@@ -19,7 +19,7 @@ from pdrt.protocol.effects import (
     SendToDecode,
     SendToPrefill,
 )
-from pdrt.protocol.leases import DecodeWorkerInfo, GrantRequest, LeaseTable
+from pdrt.protocol.leases import GrantRequest, LeaseTable
 from pdrt.protocol.messages import (
     Drained,
     Fingerprint,
@@ -34,6 +34,7 @@ from pdrt.protocol.messages import (
     Segment,
     Welcome,
 )
+from pdrt.protocol.pairing import DecodeWorkerInfo
 from pdrt.protocol.room_writer import RankEnd
 from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
 from pdrt.protocol.writers import FenceKind
@@ -96,11 +97,14 @@ class Decode:
         ranks: int = 1,
         config: ProtocolConfig = CONFIG,
         quarantine_pages_max: int = 100,
+        engines: Mapping[str, FenceKind] | None = None,
     ) -> None:
+        """`engines`: one named `test` by default, fenced by `fence`."""
+        engines = {"test": fence} if engines is None else engines
         self.now = 1000.0
         self.ranks = ranks
         self.table = LeaseTable(
-            DecodeWorkerInfo(DECODE, FINGERPRINT, ranks, fence, quarantine_pages_max),
+            DecodeWorkerInfo(DECODE, FINGERPRINT, ranks, engines, quarantine_pages_max),
             config,
             self.now,
         )
@@ -135,14 +139,14 @@ class Decode:
         return self.note(self.table.want(endpoint, self.now))
 
     def open_segments(self, generation: int = 1, endpoint: str = ENDPOINT) -> list[DecodeEffect]:
-        effects: list[DecodeEffect] = []
-        for rank in range(self.ranks):
-            effects += self.note(
-                self.table.segment_opened(
-                    endpoint, generation, rank, segment(rank, generation), self.now
-                )
-            )
-        return effects
+        ranks = range(self.ranks)
+        return [x for rank in ranks for x in self.open_segment(rank, generation, endpoint)]
+
+    def open_segment(
+        self, rank: int, generation: int = 1, endpoint: str = ENDPOINT
+    ) -> list[DecodeEffect]:
+        shown = (segment(rank, generation),)
+        return self.note(self.table.segment_opened(endpoint, generation, rank, shown, self.now))
 
     def close_segment(
         self, rank: int, generation: int = 1, endpoint: str = ENDPOINT
@@ -180,6 +184,7 @@ class Decode:
             "ranks": (RankProcess(11, 22, 33),),
             "fingerprint": FINGERPRINT,
             "engines": ("test",),
+            "engine": "test",
             "rooms": tuple(room.serial for room in alive),
         }
         return Welcome(**(fields | changes))
@@ -255,12 +260,17 @@ class Decode:
 class Prefill:
     """A `RoomTable`, its clock and a decode worker's counter."""
 
-    def __init__(self, ranks: int = 1, config: ProtocolConfig = CONFIG) -> None:
+    def __init__(
+        self,
+        ranks: int = 1,
+        config: ProtocolConfig = CONFIG,
+        engines: tuple[str, ...] = ("test",),
+    ) -> None:
         self.now = 1000.0
         self.ranks = ranks
         processes = tuple(RankProcess(10 + rank, 20, 30) for rank in range(ranks))
         self.table = RoomTable(
-            PrefillWorkerInfo(WRITER, FINGERPRINT, processes, ("test",)), config, self.now
+            PrefillWorkerInfo(WRITER, FINGERPRINT, processes, engines), config, self.now
         )
         self.seq = 0
         self.serial = 0
@@ -292,18 +302,17 @@ class Prefill:
         decode: Incarnation = DECODE,
         floor: int = 1,
         seq: int | None = None,
-        fingerprint: Fingerprint = FINGERPRINT,
+        **changes: Any,
     ) -> list[PrefillEffect]:
-        return self.receive(
-            Hello(
-                decode=decode,
-                seq=self.next_seq() if seq is None else seq,
-                fingerprint=fingerprint,
-                generation=generation,
-                segments=(segment(0, generation),),
-                floor=floor,
-            )
-        )
+        fields: dict[str, Any] = {
+            "decode": decode,
+            "seq": self.next_seq() if seq is None else seq,
+            "fingerprint": FINGERPRINT,
+            "generation": generation,
+            "segments": (segment(0, generation),),
+            "floor": floor,
+        }
+        return self.receive(Hello(**(fields | changes)))
 
     def engine_opened(
         self, generation: int = 1, decode: Incarnation = DECODE

@@ -21,8 +21,9 @@ from pdrt.protocol.effects import (
     SendToDecode,
     SendToPrefill,
 )
-from pdrt.protocol.leases import DecodeWorkerInfo, LeaseTable
+from pdrt.protocol.leases import LeaseTable
 from pdrt.protocol.messages import FirstToken, Outcome, RankProcess, Reason
+from pdrt.protocol.pairing import DecodeWorkerInfo
 from pdrt.protocol.room_writer import RankEnd
 from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
 from pdrt.protocol.writers import FenceKind
@@ -48,7 +49,9 @@ class Handover:
     def __init__(self, config: ProtocolConfig = CONFIG) -> None:
         self.now = 1000.0
         self.leases = LeaseTable(
-            DecodeWorkerInfo(DECODE, FINGERPRINT, 1, FenceKind.PROCESS_DEATH, 100), config, self.now
+            DecodeWorkerInfo(DECODE, FINGERPRINT, 1, {"test": FenceKind.PROCESS_DEATH}, 100),
+            config,
+            self.now,
         )
         self.rooms = RoomTable(
             PrefillWorkerInfo(WRITER, FINGERPRINT, (RankProcess(11, 22, 33),), ("test",)),
@@ -78,7 +81,7 @@ class Handover:
             case SendToDecode(_, message):
                 return self.leases.receive(ENDPOINT, message, now)
             case OpenSegment(endpoint, generation):
-                shown = segment(0, generation)
+                shown = (segment(0, generation),)
                 return self.leases.segment_opened(endpoint, generation, 0, shown, now)
             case OpenFence(endpoint, writer):
                 return self.leases.fence_opened(endpoint, writer)

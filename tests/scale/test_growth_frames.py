@@ -64,6 +64,7 @@ def welcome(**changes: Any) -> Welcome:
         "ranks": (RankProcess(11, 22, 33),),
         "fingerprint": FINGERPRINT,
         "engines": ("test",),
+        "engine": "test",
         "rooms": (),
     }
     return Welcome(**(fields | changes))

@@ -28,8 +28,9 @@ from pdrt.protocol.effects import (
     TakeFirstToken,
 )
 from pdrt.protocol.invariants import check_decode
-from pdrt.protocol.leases import DecodeWorkerInfo, LeaseState, LeaseTable
+from pdrt.protocol.leases import LeaseState, LeaseTable
 from pdrt.protocol.messages import PrefillToDecode, Reason, Segment, SliceChecksums
+from pdrt.protocol.pairing import DecodeWorkerInfo
 from tests.sim.core import Kind, Violation
 from tests.sim.fabric import WRONG
 from tests.sim.jobs import Job, Scheduler
@@ -57,9 +58,11 @@ class DecodeRank(Rank):
 
     def open_segment(self, endpoint: str, generation: int) -> None:
         world = self.worker.world
-        name = self.segment_name(endpoint, generation)
-        world.fabric.register(name, self)
-        segment = Segment(self.index, world.plan.engine.value, name.encode())
+        segments = []
+        for kind in world.plan.offered:
+            name = f"{self.segment_name(endpoint, generation)}/{kind.value}"
+            world.fabric.register(name, self)
+            segments.append(Segment(self.index, kind.value, name.encode()))
         if not world.chance(world.plan.rates.segment_hangs):
             world.sim.after(
                 world.some_seconds(),
@@ -67,20 +70,28 @@ class DecodeRank(Rank):
                 self.worker.segment_opened,
                 endpoint,
                 generation,
-                segment,
+                self.index,
+                tuple(segments),
             )
 
     def close_segment(self, endpoint: str, generation: int) -> None:
         """Tear down: what is in the network may land until it is done."""
-        sim = self.worker.world.sim
-        is_tcp = self.worker.world.plan.engine is EngineKind.TCP
-        seconds = 0.001 if is_tcp else self.worker.world.some_seconds() + sim.rng.random() * 0.3
-        if not self.worker.world.chance(self.worker.world.plan.rates.segment_hangs):
-            sim.after(seconds, self.post, self.segment_gone, endpoint, generation)
+        world = self.worker.world
+        if world.chance(world.plan.rates.segment_hangs):
+            return
+        slowest = 0.0
+        for kind in world.plan.offered:
+            is_tcp = kind is EngineKind.TCP
+            seconds = 0.001 if is_tcp else world.some_seconds() + world.sim.rng.random() * 0.3
+            slowest = max(slowest, seconds)
+            world.sim.after(seconds, self.post, self.tear_down, endpoint, generation, kind)
+        world.sim.after(slowest, self.post, self.confirm, endpoint, generation)
 
-    def segment_gone(self, endpoint: str, generation: int) -> None:
-        self.worker.world.fabric.tear_down(self.segment_name(endpoint, generation))
-        self.confirm(endpoint, generation)
+    def tear_down(self, endpoint: str, generation: int, kind: EngineKind) -> None:
+        """Mapped memory cannot be taken back from a living process."""
+        if kind is not EngineKind.LOCAL:
+            name = f"{self.segment_name(endpoint, generation)}/{kind.value}"
+            self.worker.world.fabric.tear_down(name)
 
     def checksum(
         self, room: RoomId, pages: tuple[int, ...], slices: tuple[SliceChecksums, ...]
@@ -114,7 +125,7 @@ class DecodeWorker(Process):
             incarnation,
             world.fingerprint,
             plan.decode_ranks,
-            plan.engine.fence,
+            {kind.value: kind.fence for kind in plan.offered},
             max(plan.decode_pages // 2, 1),
         )
         self.table = LeaseTable(info, CONFIG, world.sim.now)
@@ -151,10 +162,11 @@ class DecodeWorker(Process):
                 self.table.unwant(endpoint)
         return effects
 
-    def segment_opened(self, endpoint: str, generation: int, segment: Segment) -> Iterable[Any]:
-        return self.table.segment_opened(
-            endpoint, generation, segment.rank, segment, self.world.sim.now
-        )
+    def segment_opened(
+        self, endpoint: str, generation: int, rank: int, segments: tuple[Segment, ...]
+    ) -> Iterable[Any]:
+        now = self.world.sim.now
+        return self.table.segment_opened(endpoint, generation, rank, segments, now)
 
     def segment_closed(self, endpoint: str, generation: int, rank: int) -> Iterable[Any]:
         return self.table.segment_closed(endpoint, generation, rank, self.world.sim.now)
@@ -248,9 +260,9 @@ class DecodeWorker(Process):
                 raise AssertionError(effect)
 
     def open_fence(self, endpoint: str, writer: Incarnation) -> None:
-        """pidfds for `local`, nothing for the others. The answer belongs to this effect: one
-        that was overtaken by `CloseFence` is never given."""
-        if self.world.plan.engine is EngineKind.LOCAL and not self.world.is_alive(writer):
+        """pidfds. The answer belongs to this effect: one that was overtaken by `CloseFence` is
+        never given."""
+        if not self.world.is_alive(writer):
             self.post(self.table.fence_refused, endpoint, writer, "its processes are gone")
             return
         self.fences_open[writer] = endpoint

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from pdrt.kv.pages import CACHE, Owner, OwnerKind
+from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import RoomWriter, WriteOutcome
 from tests.sim.core import Kind, Violation
 from tests.sim.plan import CONFIG, EngineKind, FaultRates
@@ -77,6 +78,7 @@ class Fate(Enum):
     HANGS = "hangs"
     CRAWLS = "crawls"
     STARTS_LATE = "starts_late"
+    STARTS_VERY_LATE = "starts_very_late"
     LANDS_AFTER_ERROR = "lands_after_error"
     LANDS_WRONG = "lands_wrong"
     LANDS_AFTER_SUCCESS = "lands_after_success"
@@ -118,15 +120,14 @@ class InFlight:
             raise Violation(
                 Kind.SOURCE, f"{prefill.name}: write of {self.room} reads page {source} of {owner}"
             )
-        if instance.fabric.world.plan.engine is EngineKind.LOCAL:
+        if instance.kind is EngineKind.LOCAL:
             self.land(part, expected)
         else:
             instance.fabric.world.sim.after(network_seconds, self.arrive, part, expected)
 
     def arrive(self, part: int, content: int) -> None:
         """Bytes reach the receiver. A receiver-applied engine needs its process to take them."""
-        world = self.instance.fabric.world
-        if world.plan.engine is EngineKind.TCP:
+        if self.instance.kind is EngineKind.TCP:
             rank = self.instance.fabric.find(self.name)
             if rank is not None and rank.is_hung:
                 rank.post(self.land, part, content)
@@ -190,13 +191,14 @@ def outcome_of(raw: Raw) -> WriteOutcome:
 class EngineInstance:
     """One prefill rank's engine for one generation of one decode worker."""
 
-    def __init__(
-        self, fabric: Fabric, rank: PrefillRank, generation: int, segments: dict[int, str]
-    ) -> None:
-        self.fabric = fabric
+    def __init__(self, rank: PrefillRank, generation: int, segments: tuple[Segment, ...]) -> None:
+        self.fabric = rank.worker.world.fabric
         self.rank = rank
         self.generation = generation
-        self.segments = segments
+        self.kind = EngineKind(segments[0].engine)
+        self.shown = segments
+        self.segments = {segment.rank: segment.descriptor.decode() for segment in segments}
+        """Their names, by decode rank."""
         self.is_destroyed = False
         self.writes: list[InFlight] = []
         """Accepted and not answered."""
@@ -222,6 +224,7 @@ class EngineInstance:
                 Fate.HANGS: self._hangs,
                 Fate.CRAWLS: self._crawls,
                 Fate.STARTS_LATE: self._starts_late,
+                Fate.STARTS_VERY_LATE: self._starts_very_late,
                 Fate.LANDS_AFTER_ERROR: self._lands_after_error,
                 Fate.LANDS_WRONG: self._lands_wrong,
                 Fate.LANDS_AFTER_SUCCESS: self._lands_after_success,
@@ -282,6 +285,10 @@ class EngineInstance:
 
     def _starts_late(self, write: InFlight, start: float) -> None:
         self._succeeds(write, start + CRAWL_SECONDS)
+
+    def _starts_very_late(self, write: InFlight, start: float) -> None:
+        """Just before it would count as unsettled."""
+        self._succeeds(write, start + CONFIG.write_seconds_max - 0.3)
 
     def _lands_after_error(self, write: InFlight, start: float) -> None:
         for part in range(len(write.pages)):

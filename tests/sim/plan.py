@@ -96,9 +96,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rates: FaultRates
     faults: int
     """Crashes, stalls, partitions and the like, at random times."""
+    is_mixed: bool = False
+    """Decode workers offer every engine, and prefill workers have different ones."""
     kv_checksum: bool = False
     local_prefill: bool = False
     """Decode workers compute prompts that no prefill worker takes."""
+
+    @property
+    def offered(self) -> tuple[EngineKind, ...]:
+        """By every decode worker."""
+        return tuple(EngineKind) if self.is_mixed else (self.engine,)
+
+    def have(self, prefill_slot: int) -> tuple[EngineKind, ...]:
+        """What the prefill workers of one slot have. The first one has all: it falls back where
+        one cannot be opened."""
+        if not self.is_mixed:
+            return (self.engine,)
+        choices = (tuple(EngineKind), (EngineKind.TCP, EngineKind.MOONCAKE), (self.engine,))
+        return choices[prefill_slot % len(choices)]
 
     @property
     def layout(self) -> KvLayout:
@@ -141,6 +156,7 @@ def draw(rng: random.Random) -> Plan:
         faults=rng.randint(3, 16),
         kv_checksum=rng.random() < 0.5,
         local_prefill=rng.random() < 0.5,
+        is_mixed=rng.random() < 0.4,
     )
 
 

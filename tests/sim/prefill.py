@@ -54,7 +54,8 @@ class PrefillWorker(Process):
         self.slices = world.slices
         super().__init__(world, f"{slot.endpoint}.{slot.lives}", incarnation, plan.prefill_ranks)
         processes = tuple(RankProcess(rank, incarnation, 1) for rank in range(plan.prefill_ranks))
-        info = PrefillWorkerInfo(incarnation, world.fingerprint, processes, (plan.engine.value,))
+        engines = tuple(kind.value for kind in plan.have(slot.index))
+        info = PrefillWorkerInfo(incarnation, world.fingerprint, processes, engines)
         self.table = RoomTable(info, CONFIG, world.sim.now)
         self.pages = PageTable(plan.prefill_pages)
         self.content: list[int] = [0] * plan.prefill_pages
@@ -119,9 +120,8 @@ class PrefillWorker(Process):
                 sim.say(self.name, "-> %s", message)
                 self.world.network.to_decode(self, decode, message)
             case OpenEngine(decode, generation, segments):
-                names = {s.rank: s.descriptor.decode() for s in segments}
                 for rank in self.ranks:
-                    rank.send(rank.open_engine, decode, generation, names)
+                    rank.send(rank.open_engine, decode, generation, segments)
             case CloseEngine(decode, generation):
                 for rank in self.ranks:
                     rank.send(rank.close_engine, decode, generation)

@@ -9,6 +9,7 @@ from pdrt.protocol.messages import (
     Grant,
     Outcome,
     Reason,
+    Segment,
     SliceChecksums,
 )
 from pdrt.protocol.room_writer import (
@@ -43,12 +44,15 @@ class PrefillRank(Rank):
 
     # Engines
 
-    def open_engine(self, decode: Incarnation, generation: int, segments: dict[int, str]) -> None:
+    def open_engine(
+        self, decode: Incarnation, generation: int, segments: tuple[Segment, ...]
+    ) -> None:
         world = self.worker.world
-        if world.chance(world.plan.rates.engine_refuses):
+        instance = EngineInstance(self, generation, segments)
+        refuses = world.chance(world.plan.rates.engine_refuses)
+        if refuses or instance.kind in world.out_of_reach:
             self.answer(self.worker.engine_refused, decode, generation)
             return
-        instance = EngineInstance(world.fabric, self, generation, segments)
         self.engines[decode, generation] = instance
         if not world.chance(world.plan.rates.engine_hangs):
             seconds = world.some_seconds()

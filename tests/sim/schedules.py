@@ -141,6 +141,25 @@ def successor_answers_for_a_living_writer(stage: Stage) -> None:
     stage.expect_answered(request)
 
 
+def retired_under_mapped_memory(stage: Stage) -> None:
+    """Two writers of one generation, the old one through memory, the new one through the network:
+    the generation is retired for the new one, while the old one has still to write."""
+    world = stage.start(EngineKind.MOONCAKE, is_mixed=True)
+    fates = iter((Fate.STARTS_VERY_LATE, Fate.LANDS_AFTER_ERROR))
+    world.direct = lambda write: next(fates, Fate.SUCCEEDS)
+    request = stage.ask()
+    stage.run_until_written()
+    if {lease.engine for lease in stage.decode.table.leases.values()} != {"local"}:
+        raise Violation(Kind.INVARIANT, "the schedule meets no write through memory")
+    world.out_of_reach.add(EngineKind.LOCAL)
+    world.start_prefill(world.prefill_slots["p0"])
+    for connection in stage.decode.connections.values():
+        connection.reconnect()
+    stage.run(4.0)
+    stage.finish(fences=1)
+    stage.expect_answered(request)
+
+
 def dirty_end_lost(stage: Stage) -> None:
     """`Drained(UNSETTLED)` is lost; the room is unknown by the time it is revoked."""
     world = stage.start(EngineKind.MOONCAKE)
@@ -331,6 +350,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     fence_beside_another_pair,
     revoke_before_the_open,
     successor_answers_for_a_living_writer,
+    retired_under_mapped_memory,
     dirty_end_lost,
     two_ranks_report_twice,
     rank_dies_under_a_write,

@@ -15,7 +15,7 @@ from tests.sim.core import Kind, Simulator, Violation
 from tests.sim.decode import DecodeWorker
 from tests.sim.fabric import Fabric, Fate, InFlight
 from tests.sim.network import Network
-from tests.sim.plan import FAULTS_UNTIL_SECONDS, HEAL_SECONDS_MAX, FaultRates, Plan
+from tests.sim.plan import FAULTS_UNTIL_SECONDS, HEAL_SECONDS_MAX, EngineKind, FaultRates, Plan
 from tests.sim.prefill import PrefillWorker
 from tests.sim.process import Process
 from tests.sim.requests import Gateway, Request, RequestState
@@ -27,8 +27,9 @@ DEATH_SEEN_SECONDS = 0.02
 class PrefillSlot:
     """A prefill endpoint and whoever listens on it: none, one, or two incarnations."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.endpoint = f"p{index}"
         self.lives = 0
         self.is_gone = False
         """For good."""
@@ -62,11 +63,12 @@ class World:
         self.fences_of_the_dead = 0
         self.direct: Callable[[InFlight], Fate] | None = None
         """What becomes of writes, where a schedule directs them."""
+        self.out_of_reach: set[EngineKind] = set()
+        """Engines that cannot be opened, where a schedule says so."""
         self.checks_seq = True
         self._lives = 0
-        self.prefill_slots = {
-            name: PrefillSlot(name) for name in (f"p{i}" for i in range(plan.prefill_workers))
-        }
+        slots = map(PrefillSlot, range(plan.prefill_workers))
+        self.prefill_slots = {slot.endpoint: slot for slot in slots}
         self.decode_slots = [DecodeSlot(f"d{i}") for i in range(plan.decode_workers)]
         self.gateways = [Gateway(self, f"g{i}") for i in range(plan.gateways)]
         for prefill_slot in self.prefill_slots.values():
@@ -110,9 +112,9 @@ class World:
         slot.unlisted_until = float("inf")
         for worker in list(slot.listeners):
             worker.die("moves to another port")
-        endpoint = f"p{len(self.prefill_slots)}"
-        self.prefill_slots[endpoint] = PrefillSlot(endpoint)
-        self.sim.after(RESTART_SECONDS, self.start_prefill, self.prefill_slots[endpoint])
+        successor = PrefillSlot(len(self.prefill_slots))
+        self.prefill_slots[successor.endpoint] = successor
+        self.sim.after(RESTART_SECONDS, self.start_prefill, successor)
 
     def start_decode(self, slot: DecodeSlot) -> None:
         if slot.is_gone:

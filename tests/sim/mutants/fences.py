@@ -7,7 +7,7 @@ from typing import Any
 from pdrt.protocol.effects import CloseSegment
 from pdrt.protocol.leases import LeaseTable
 from pdrt.protocol.pairing import GenerationRetired, Pairing
-from pdrt.protocol.writers import Generation
+from pdrt.protocol.writers import FenceKind, Generation, WriterPeer
 from tests.sim import schedules
 from tests.sim.core import Kind
 from tests.sim.decode import DecodeRank
@@ -129,12 +129,39 @@ def segments_not_named_by_the_prefill_worker() -> list[Patch]:
 @mutant(Kind.DESTINATION)
 def tcp_fence_by_connection_only() -> list[Patch]:
     """Fence: a receiver drops frames of generations below the floor, on new connections too."""
-    original = DecodeRank.segment_gone
+    original = DecodeRank.tear_down
 
-    def segment_gone(self: DecodeRank, endpoint: str, generation: int) -> None:
-        if self.worker.world.plan.engine is EngineKind.TCP:
-            self.confirm(endpoint, generation)
-        else:
-            original(self, endpoint, generation)
+    def tear_down(self: DecodeRank, endpoint: str, generation: int, kind: EngineKind) -> None:
+        if kind is not EngineKind.TCP:
+            original(self, endpoint, generation, kind)
 
-    return [(DecodeRank, "segment_gone", segment_gone)]
+    return [(DecodeRank, "tear_down", tear_down)]
+
+
+@mutant(Kind.DESTINATION, schedule=schedules.retired_under_mapped_memory)
+def retirement_fences_every_engine() -> list[Patch]:
+    """Fence: mapped memory cannot be taken back from a living process."""
+    original = LeaseTable._generation_retired
+
+    def retired(self: LeaseTable, notice: Any, now: float) -> list[Any]:
+        effects = original(self, notice, now)
+        for lease in self._at(notice.endpoint):
+            if lease.generation == notice.generation:
+                effects += free(self, lease, now)
+        return effects
+
+    return [(LeaseTable, "_generation_retired", retired)]
+
+
+@mutant(Kind.DESTINATION)
+def death_fences_every_engine() -> list[Patch]:
+    """Fence: what a dead process has left in the network still lands."""
+    original = Pairing._take_engine
+
+    def take(self: Pairing, peer: WriterPeer, message: Any, engine: str) -> list[Any]:
+        engines, self.engines = self.engines, dict.fromkeys(self.engines, FenceKind.PROCESS_DEATH)
+        effects = original(self, peer, message, engine)
+        self.engines = engines
+        return effects
+
+    return [(Pairing, "_take_engine", take)]

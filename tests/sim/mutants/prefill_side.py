@@ -192,9 +192,7 @@ def rank_restarted_alone() -> list[Patch]:
         assert isinstance(self, PrefillWorker) and isinstance(rank, PrefillRank)
         fresh = self.ranks[rank.index] = PrefillRank(self, rank.index)
         for (decode, generation), old in rank.engines.items():
-            fresh.engines[decode, generation] = EngineInstance(
-                self.world.fabric, fresh, generation, old.segments
-            )
+            fresh.engines[decode, generation] = EngineInstance(fresh, generation, old.shown)
         for room in list(rank.writers):
             fresh.report(room, RankEnd(Outcome.ENDED, Reason.UNKNOWN_ROOM, 0))
 
@@ -222,8 +220,9 @@ def engine_opening_without_a_bound() -> list[Patch]:
     """I7: an engine instance that never opens counts as refused, and is opened anew."""
     original = decode_peers.EngineInstance.__init__
 
-    def init(self: decode_peers.EngineInstance, segments: Any, ranks: int, deadline: Any) -> None:
-        original(self, segments, ranks, float("inf"))
+    def init(self: decode_peers.EngineInstance, name: str, hello: Any, *bounds: Any) -> None:
+        ranks, _ = bounds
+        original(self, name, hello, ranks, float("inf"))
 
     return [(decode_peers.EngineInstance, "__init__", init)]
 
