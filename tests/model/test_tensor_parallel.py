@@ -117,9 +117,9 @@ def test_bfloat16(tmp_path: Path, shared: Shared) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [(1, 2), (2, 1), (2, 3), (3, 1), (3, 3), (3, 2), (1, 3)]
+    ("kv_heads", "prefill", "decode"),
+    [(6, 1, 2), (6, 2, 1), (6, 2, 3), (6, 3, 1), (6, 3, 3), (1, 2, 3), (1, 3, 2)],
 )
-@pytest.mark.parametrize("kv_heads", [6, 1])
 def test_kv_computed_by_some_ranks_is_read_by_others(
     tmp_path: Path, shared: Shared, kv_heads: int, prefill: int, decode: int
 ) -> None:
