@@ -12,7 +12,8 @@ from tests.docs_tables import MARKED, TABLES, generated
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["docs/protocol.md", "docs/architecture.md", "docs/style.md", "CONTRIBUTING.md",
-             "CHANGELOG.md", "docs/metrics.md", "docs/models.md", "docs/status.md"]  # fmt: skip
+             "CHANGELOG.md", "docs/metrics.md", "docs/models.md", "docs/status.md",
+             "docs/fences.md"]  # fmt: skip
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 CODE_PATH = re.compile(r"`((?:pdrt/|tests/|docs/|kv/|protocol/|transfer/)[\w./-]+)`")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from pdrt.cli.main import EXIT_REFUSED, main
+from pdrt.cli.torture import nurse
 from pdrt.cli.torture.messages import NURSE_MARK
 from pdrt.cli.torture.remote import Party
 from pdrt.errors import PdrtError
@@ -58,3 +61,18 @@ async def test_what_a_nurse_says_is_told_from_what_its_party_says() -> None:
         await party.stop()
         assert type(await party.answer(object)).__name__ == "Done"  # type: ignore[type-var]
         await party.close()
+
+
+def test_a_nurse_returns_once_it_is_so() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    ) as party:
+        nurse._act(party, nurse.STOP)
+        assert nurse._is_stopped(party.pid)
+        nurse._act(party, nurse.GO_ON)
+        nurse._act(party, nurse.KILL)
+        assert party.returncode == -signal.SIGKILL
+        for action in nurse.ACTIONS:  # nothing that is done to the dead hangs or fails
+            nurse._act(party, action)
+        assert party.stdin is not None
+        nurse._pass_on(party.stdin, b"")
