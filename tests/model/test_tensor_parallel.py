@@ -57,11 +57,11 @@ def write(directory: Path, config: str = "LlamaConfig", **settings: Any) -> Path
     return directory
 
 
-def assert_same(actual: list[Run], expected: list[Run]) -> None:
+def assert_same(actual: list[Run], expected: list[Run], tolerance: float = TOLERANCE) -> None:
     for one, other in zip(actual, expected, strict=True):
         assert one.output == other.output
         torch.testing.assert_close(
-            torch.stack(one.logits), torch.stack(other.logits), atol=TOLERANCE, rtol=0
+            torch.stack(one.logits), torch.stack(other.logits), atol=tolerance, rtol=0
         )
 
 
@@ -272,6 +272,7 @@ def test_smollm2_over_three_ranks(shared: Shared) -> None:
         pytest.skip(str(error))
     settings = {"kv_cache_memory_bytes": 2**27, "max_model_len": 512}
     expected = generate(shared.load(directory, 1, **settings))
-    assert_same(generate(shared.load(directory, 3, **settings)), expected)
+    # Thirty layers round more often than three.
+    assert_same(generate(shared.load(directory, 3, **settings)), expected, 10 * TOLERANCE)
     with pytest.raises(ModelError, match=r"9 attention heads and 3 KV heads.*are 1, 3, 9"):
         load_first_of(directory, 2)
