@@ -109,11 +109,12 @@ def resolved(config: MooncakeConfig, devices: Sequence[str]) -> MooncakeConfig:
 
 
 def load(config: MooncakeConfig) -> EngineFactory:
-    """Import the library with our settings for a resolved configuration.
+    """Import the library with our settings.
 
     Raises:
         ConfigError: it is not installed, or not one that can be used; names the package.
     """
+    config = resolved(config, rdma_devices())
     why = (
         unusable_wheels(installed_wheels(), wheel_for_this_machine())
         or unusable_environment(os.environ, config)
