@@ -143,7 +143,7 @@ def _cells(counts: Sequence[int], width: int) -> list[int]:
 
 def _pairs_table(workers: Sequence[Record], rows_max: int) -> Table:
     """Each decode worker with the prefill workers that write into it."""
-    table = _table("pairs", "decode", "prefill", "endpoint", "generation", "state", "")
+    table = _table("pairs", "decode", "prefill", "endpoint", "generation", "state", "engine", "")
     for worker, writer in _entries(workers, "writers", rows_max):
         table.add_row(
             _identity(worker),
@@ -151,9 +151,17 @@ def _pairs_table(workers: Sequence[Record], rows_max: int) -> Table:
             _text(writer.get("endpoint")),
             _text(writer.get("generation")),
             _text(writer.get("state")),
-            Text(_text(writer.get("refusal") or ""), style="red"),
+            _text(writer.get("engine")),
+            _pair_words(writer),
         )
     return table
+
+
+def _pair_words(writer: Record) -> Text:
+    """Why they are no pair; else why no better engine is used."""
+    if refusal := writer.get("refusal"):
+        return Text(_text(refusal), style="red")
+    return Text("; ".join(_text(why) for why in writer.get("passed_over") or []), style="dim")
 
 
 def _rooms_table(workers: Sequence[Record], rows_max: int) -> Table:

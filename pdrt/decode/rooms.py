@@ -19,7 +19,7 @@ from pdrt.ids import Incarnation, RequestId, RoomId, short
 from pdrt.observe.metrics import Metrics
 from pdrt.protocol.effects import EndLease, FailRoom, LeaseReady, PagesDiffer, TakeFirstToken
 from pdrt.protocol.gateway_messages import FinishReason
-from pdrt.protocol.leases import GrantRequest, LeaseState, LeaseTable
+from pdrt.protocol.leases import GrantRequest, Lease, LeaseState, LeaseTable
 from pdrt.protocol.messages import TURNED_AWAY, FirstTokenData, Reason
 from pdrt.sampling import TokenLogprobs
 from pdrt.scheduling.decode import DecodeScheduler
@@ -60,11 +60,12 @@ class RoomEvents(msgspec.Struct, frozen=True):
 class _Room:
     """What the worker knows of one room beyond its lease."""
 
-    def __init__(self, request: RequestId, pages: RoomPages, writer: Incarnation) -> None:
+    def __init__(self, request: RequestId, pages: RoomPages, lease: Lease) -> None:
         self.request: RequestId | None = request
         """None once that has ended or gone on in another room."""
         self.pages = pages
-        self.writer = writer
+        self.writer = lease.writer
+        self.engine = lease.engine
         self.short_since: float | None = None
         """When it was opened, if its prompt is so short that it could have been computed here."""
         self.first: FirstTokenData | None = None
@@ -186,7 +187,7 @@ class Rooms:
         )
         effects = self.table.grant(endpoint, grant, now)
         self._events.on_open()
-        self._rooms[room] = _Room(request.request, pages, self.table.leases[room].writer)
+        self._rooms[room] = _Room(request.request, pages, self.table.leases[room])
         self._scheduler.admitted(request, room, now)
         self._handover.apply(effects)
 
@@ -232,7 +233,7 @@ class Rooms:
     def _ready(self, effect: LeaseReady) -> None:
         """The KV has landed: the room's pages become the sequence's, in this same step."""
         room, now = self._rooms[effect.room], time.monotonic()
-        self._metrics.count_transfer("local", effect.bytes_written)
+        self._metrics.count_transfer(room.engine, effect.bytes_written)
         if self.table.pairing.fingerprint.kv_checksum:
             self._metrics.count_checksum_pages("equal", room.pages.written)
         self._pages.landed(effect.room, room.pages)

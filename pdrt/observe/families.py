@@ -160,6 +160,11 @@ CHECKSUM_PAGES = _counter(
     "Decode, with `--kv-checksum`: pages compared with what was sent: equal, different",
     "result",
 )
+WRITERS = _gauge(
+    "pdrt_writers",
+    "Decode: prefill workers that it can send grants to, by the engine that they write through",
+    "engine",
+)
 FENCES = _counter("pdrt_fences", "Decode: fences carried out", "engine")
 STALE = _counter(
     "pdrt_stale_messages", "Messages that came too late to change anything, by reason", "reason"
@@ -168,7 +173,14 @@ REJECTED = _counter("pdrt_rejected_frames", "Frames that were not a message, by 
 REFUSED_PEERS = _counter(
     "pdrt_refused_peers",
     "Handshakes between processes that failed: mechanism (one side has no cluster key), key "
-    "(another one), protocol, closed (the peer hung up)",
+    "(another one), protocol, closed (the peer hung up); at the tcp engine's port wrong_token, "
+    "stale (of a segment that is gone), crowded, malformed",
+    "reason",
+)
+REFUSED_WRITES = _counter(
+    "pdrt_refused_writes",
+    "Decode: pieces of writes that the tcp engine did not take: no_room (it is over), "
+    "other_pairing (of another worker or generation), outside (of the room's pages)",
     "reason",
 )
 

@@ -91,6 +91,10 @@ class Metrics:
         """1 for each reason that there is, 0 for all others that there may be."""
         self._set_all(f.UNHEALTHY, reasons)
 
+    def set_writers(self, engines: Mapping[str, int]) -> None:
+        """Prefill workers that can be granted to, by engine."""
+        self._set_all(f.WRITERS, engines)
+
     def set_attempts(self, count: int) -> None:
         self._store.set(f.ATTEMPTS, count)
 
@@ -140,8 +144,10 @@ class Metrics:
     def count_cached_tokens(self, count: int) -> None:
         self._store.add(f.CACHED_TOKENS, count)
 
-    def count_transfer(self, engine: str, byte_count: int) -> None:
-        self._store.add(f.TRANSFERRED, byte_count, self._rank, engine)
+    def count_transfer(self, engine: str, byte_count: int, rank: int | None = None) -> None:
+        """`rank`: whose bytes they are, if not of the rank that this is."""
+        own = self._rank if rank is None else str(rank)
+        self._store.add(f.TRANSFERRED, byte_count, own, engine)
 
     def count_rejected_frame(self, reason: str, count: int = 1) -> None:
         self._store.add(f.REJECTED, count, reason)
@@ -149,6 +155,10 @@ class Metrics:
     def count_refused_peer(self, reason: str, count: int = 1) -> None:
         """A handshake between processes that failed."""
         self._store.add(f.REFUSED_PEERS, count, reason)
+
+    def count_refused_write(self, reason: str, count: int = 1) -> None:
+        """A piece of a write that a receiver did not take."""
+        self._store.add(f.REFUSED_WRITES, count, reason)
 
     def count_stale_message(self, reason: str, count: int = 1) -> None:
         self._store.add(f.STALE, count, reason)
