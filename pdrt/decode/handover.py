@@ -1,4 +1,5 @@
-"""Carries out the lease table's effects: sockets, segments, and means to fence. Decides nothing.
+"""Carries out the lease table's effects: sockets, what ranks are told, and means to fence. Decides
+nothing.
 
 Effects are applied through one FIFO queue, so that messages leave in the order of their `seq`
 even when applying one effect raises the next event.
@@ -12,12 +13,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from pdrt.config import WorkerConfig
-from pdrt.errors import ConfigError, EngineError, PeerRefused
+from pdrt.decode.rank import (
+    FromDecodeRank,
+    PagesChecked,
+    SegmentClosed,
+    SegmentOpened,
+    SegmentRefused,
+    ToDecodeRank,
+)
+from pdrt.errors import ConfigError, PeerRefused
 from pdrt.ids import Incarnation, routing_id, short
-from pdrt.protocol.codec import encode
+from pdrt.protocol.codec import encode, other_version
 from pdrt.protocol.effects import (
     ChecksumPages,
     CloseFence,
@@ -37,29 +44,24 @@ from pdrt.protocol.effects import (
     TakeFirstToken,
 )
 from pdrt.protocol.leases import LeaseTable
-from pdrt.protocol.messages import PrefillToDecode, RankProcess
+from pdrt.protocol.messages import Grant, PrefillToDecode, RankProcess
+from pdrt.protocol.writers import WriterPeer
 from pdrt.transfer.channel import DealerChannel
-from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.effect_queue import EffectQueue
-from pdrt.transfer.engine import Receiver
 from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.handshake import Failure
 from pdrt.transfer.processes import ProcessHandle
+from pdrt.transfer.rank_group import RankGroup
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
+from pdrt.transfer.writable import AdmitRoom, DismissRoom
 
 log = logging.getLogger(__name__)
 
 RoomEffect = TakeFirstToken | PagesDiffer | LeaseReady | FailRoom | EndLease
 
 
-class Landing(msgspec.Struct, frozen=True):
-    """Where pages land on this rank."""
-
-    receiver: Receiver
-    checksums: PageChecksums | None = None
-    """With `--kv-checksum`."""
-
+DecodeRanks = RankGroup[ToDecodeRank, FromDecodeRank]
 
 RETRY_SECONDS = 1.0
 """Until what could not be opened for want of file descriptors is tried again."""
@@ -85,20 +87,34 @@ class _Fence:
             handle.close()
 
 
+def _say_engine(peer: WriterPeer) -> None:
+    """Once for each writer, and again where a later generation has another engine."""
+    log.info(
+        "a prefill worker writes here",
+        extra={
+            "endpoint": peer.endpoint,
+            "engine": peer.engine,
+            "why_none_better": "; ".join(peer.passed_over) or None,
+        },
+    )
+
+
 class Handover:
     """The decode worker's side of every bootstrap channel."""
 
     def __init__(
         self,
         table: LeaseTable,
-        landing: Landing,
+        ranks: DecodeRanks,
         config: WorkerConfig,
         loop: WorkerLoop,
         on_room: Callable[[RoomEffect], None],
     ) -> None:
         """`on_room` applies what concerns requests and pages."""
         self.table = table
-        self._landing = landing
+        self._ranks = ranks
+        ranks.on_answer = self._answered
+        ranks.on_alive = table.rank_heard
         self._config = config
         self._key = read_key(config.security)
         self._loop = loop
@@ -110,6 +126,8 @@ class Handover:
         self.refused: Counter[str] = Counter()
         """Handshakes that failed, by reason."""
         self._channels: dict[str, DealerChannel] = {}
+        self._versions: dict[str, str] = {}
+        """Of connected endpoints that speak another version: which, in words."""
         self._fences: dict[tuple[str, Incarnation], _Fence] = {}
         # By endpoint, and by endpoint and writer: what could not be opened yet.
         self._retries: dict[str | tuple[str, Incarnation], asyncio.TimerHandle] = {}
@@ -118,6 +136,8 @@ class Handover:
     def _apply(self, effect: DecodeEffect) -> None:
         match effect:
             case SendToPrefill():
+                if isinstance(effect.message, Grant):
+                    self._admit(effect.endpoint, effect.message)
                 channel = self._channels.get(effect.endpoint)
                 if channel is not None:
                     channel.send(encode(effect.message))
@@ -125,14 +145,11 @@ class Handover:
                 self._connect(effect.endpoint)
             case Disconnect():
                 self._forget_retry(effect.endpoint)
+                self._versions.pop(effect.endpoint, None)
                 if channel := self._channels.pop(effect.endpoint, None):
                     channel.close()
-            case OpenSegment():
-                self._loop.start(self._open_segment(effect), "open segment")
-            case CloseSegment():
-                self._loop.start(self._close_segment(effect), "close segment")
-            case ChecksumPages():
-                self._loop.start(self._checksum(effect), "checksums")
+            case OpenSegment() | CloseSegment() | ChecksumPages():
+                self._ranks.tell(effect)
             case OpenFence():
                 self._open_fence(effect)
             case CloseFence():
@@ -141,17 +158,29 @@ class Handover:
                 self._kill(effect)
             case EndWorker():
                 self._loop.end(ExitCode.CANNOT_GO_ON, effect.why)
+            case LeaseReady() | EndLease():
+                self._ranks.tell(DismissRoom(effect.room))
+                self._on_room(effect)
             case _:
                 self._on_room(effect)
+
+    def _admit(self, endpoint: str, grant: Grant) -> None:
+        """Before anybody can write: engines that apply writes themselves ask for it."""
+        self._ranks.tell(AdmitRoom(grant.room, endpoint, grant.generation, grant.pages))
 
     # Channels
 
     def _connect(self, endpoint: str) -> None:
         def on_frame(frame: bytes) -> None:
             message = self._reader.read(frame)
+            self._note_version(endpoint, frame)
             if message is None or self._loop.is_ending:
                 return
+            peer = self.table.pairing.peers.get(endpoint)
+            engine = peer and peer.engine
             self.apply(self.table.receive(endpoint, message, time.monotonic()))
+            if peer is not None and peer.engine not in (None, engine):
+                _say_engine(peer)
 
         try:
             channel = DealerChannel(
@@ -169,44 +198,42 @@ class Handover:
             channel.on_refused = self._count_refused
             self._channels[endpoint] = channel
 
+    def _note_version(self, endpoint: str, frame: bytes) -> None:
+        difference = other_version(frame)
+        if difference is None:
+            self._versions.pop(endpoint, None)
+        else:
+            self._versions[endpoint] = f"prefill speaks {difference}"
+
     def _count_refused(self, failure: Failure) -> None:
         self.refused[failure.value] += 1
 
     def refusals(self) -> dict[str, str]:
-        """Endpoints whose channels no handshake opens, and why, in words."""
+        """Endpoints that no handshake opens, or that speak another version, and why, in words."""
         channels = self._channels.items()
-        return {e: channel.refusal for e, channel in channels if channel.refusal is not None}
+        closed = {e: channel.refusal for e, channel in channels if channel.refusal is not None}
+        return {**self._versions, **closed}
 
     def drain(self) -> None:
         """Read everything that has arrived."""
         for channel in list(self._channels.values()):
             channel.drain()
+        self._ranks.drain()
 
-    # Segments
+    # Ranks
 
-    async def _open_segment(self, effect: OpenSegment) -> None:
-        rank = 0
-        try:
-            segment = await self._landing.receiver.open_segment(
-                rank, effect.endpoint, effect.generation
-            )
-        except EngineError as error:
-            self._loop.end(ExitCode.CANNOT_GO_ON, f"cannot expose the KV pool: {error}")
-            return
-        now = time.monotonic()
-        self.apply(
-            self.table.segment_opened(effect.endpoint, effect.generation, rank, segment, now)
-        )
-
-    async def _close_segment(self, effect: CloseSegment) -> None:
-        await self._landing.receiver.close_segment(effect.endpoint, effect.generation)
-        now = time.monotonic()
-        self.apply(self.table.segment_closed(effect.endpoint, effect.generation, 0, now))
-
-    async def _checksum(self, effect: ChecksumPages) -> None:
-        assert self._landing.checksums is not None, effect.room
-        landed = await self._landing.checksums.of_target(effect.pages, effect.slices)
-        self.apply(self.table.checksummed(effect.room, 0, landed, time.monotonic()))
+    def _answered(self, rank: int, message: FromDecodeRank) -> None:
+        table, now = self.table, time.monotonic()
+        match message:
+            case SegmentOpened(endpoint, generation, segments):
+                self.apply(table.segment_opened(endpoint, generation, rank, segments, now))
+            case SegmentRefused(why):
+                why = f"rank {rank} cannot expose its KV pool: {why}"
+                self._loop.end(ExitCode.CANNOT_GO_ON, why)
+            case SegmentClosed(endpoint, generation):
+                self.apply(table.segment_closed(endpoint, generation, rank, now))
+            case PagesChecked(room, slices):
+                self.apply(table.checksummed(room, rank, slices, now))
 
     # Fences
 
@@ -286,6 +313,3 @@ class Handover:
             channel.close()
         for endpoint, writer in list(self._fences):
             self._close_fence(endpoint, writer)
-        self._landing.receiver.close()
-        if self._landing.checksums is not None:
-            self._landing.checksums.close()

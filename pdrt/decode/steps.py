@@ -16,9 +16,11 @@ import msgspec
 
 from pdrt.decode.answers import Answers, Spoken
 from pdrt.decode.grammars import Grammars
+from pdrt.decode.handover import DecodeRanks
 from pdrt.decode.pages import DecodePages
 from pdrt.decode.prompt_row import prompt_row
 from pdrt.decode.rooms import Rooms
+from pdrt.errors import DeviceLost
 from pdrt.ids import Incarnation
 from pdrt.model.batch import Row, StepResult
 from pdrt.model.executor import Executor
@@ -51,6 +53,7 @@ class Computing(Protocol):
     scheduler: DecodeScheduler
     kv: DecodePages
     rooms: Rooms
+    ranks: DecodeRanks
     grammars: Grammars
     answers: Answers
     local: LocalPrefill
@@ -106,12 +109,15 @@ class Steps:
     async def _result(self, plan: StepPlan, step: asyncio.Future[StepResult]) -> list[Outcome]:
         try:
             result = await step
-        except AssertionError:
-            raise  # our own bug: the worker ends
+        except (AssertionError, DeviceLost):
+            raise  # our own bug, or a broken GPU: the worker ends
         except Exception as error:
             if self._worker.loop.is_ending:
                 return []
             log.exception("decode step failed")
+            if self._worker.ranks.has_others:
+                await self._worker.ranks.forward_failed(repr(error))
+                return []
             why = repr(error)
             self._worker.liveness.forward_failed(why, time.monotonic())
             return self._step_failed(plan.sequences, End(FinishReason.FAILED, why))

@@ -11,8 +11,9 @@ import msgspec
 
 from pdrt import __version__
 from pdrt.config import WorkerConfig
-from pdrt.decode.handover import Handover
+from pdrt.decode.handover import DecodeRanks, Handover
 from pdrt.decode.pages import DecodePages
+from pdrt.decode.rank import DecodeRank
 from pdrt.ids import Incarnation, short
 from pdrt.kv.pages import PageTable
 from pdrt.model.executor import Executor
@@ -27,6 +28,7 @@ from pdrt.scheduling.decode_request import DecodeRequest, RequestState
 from pdrt.scheduling.local_prefill import LocalPrefill
 from pdrt.transfer.gateway_link import GatewayLinks
 from pdrt.transfer.liveness import Ailment, Complaint, Liveness
+from pdrt.transfer.tcp.receiver import TcpReceiver
 
 ROWS_MAX = 64
 """Leases and requests listed in a status, the newest; the rest is counted. A gateway asks every
@@ -49,6 +51,8 @@ class Seen(Protocol):
     kv: DecodePages
     table: LeaseTable
     handover: Handover
+    rank: DecodeRank
+    ranks: DecodeRanks
     local: LocalPrefill
     links: GatewayLinks
     http: WorkerHttp
@@ -143,11 +147,23 @@ class DecodeView:
         refused = worker.handover.refused + worker.links.refused
         self._bridge.pass_on("refused", refused, metrics.count_refused_peer)
         self._bridge.pass_on("stale", stale, metrics.count_stale_message)
+        self._render_engines()
         cache = worker.kv.cache
         self._bridge.pass_on("prefix_pages", cache.counts, metrics.count_prefix_cache_pages)
         self._bridge.pass_on("prefix_tokens", cache.tokens, metrics.count_prefix_cache_tokens)
-        self._bridge.pass_on("fences", {"local": worker.table.fences}, metrics.count_fence)
+        self._bridge.pass_on("fences", worker.table.fences_by_engine, metrics.count_fence)
         return metrics.render()
+
+    def _render_engines(self) -> None:
+        worker, metrics = self._worker, self._worker.metrics
+        for receiver in worker.rank.parts.receivers.values():
+            if isinstance(receiver, TcpReceiver):
+                pieces = receiver.refused_pieces
+                self._bridge.pass_on("refused_tcp", receiver.refused, metrics.count_refused_peer)
+                self._bridge.pass_on("refused_writes", pieces, metrics.count_refused_write)
+        usable = [p for p in worker.table.pairing.peers.values() if p.is_usable()]
+        writers = Counter(peer.engine for peer in usable)
+        metrics.set_writers({name: writers[name] for name in worker.table.pairing.engines})
 
     def _quarantined(self, now: float) -> list[Lease]:
         """Leases that have been revoked for longer than the bound, oldest first."""
@@ -186,6 +202,7 @@ class DecodeView:
                 "tokens": dict(worker.kv.cache.tokens),
             },
             "writers": self._writers(),
+            "ranks": worker.ranks.seen(now),
             "gateways": worker.links.gateways(),
             "queued": worker.scheduler.queued,
             "running": worker.scheduler.running,
@@ -197,6 +214,7 @@ class DecodeView:
 
     def _writers(self) -> list[dict[str, Any]]:
         """The prefill workers that it is connected to."""
+        unreached = self._worker.handover.refusals()
         return [
             {
                 "endpoint": peer.endpoint,
@@ -204,7 +222,9 @@ class DecodeView:
                 "generation": peer.newest_generation,
                 "floor": peer.floor,
                 "state": peer.state.value,
-                "refusal": peer.refusal,
+                "engine": peer.engine,
+                "passed_over": list(peer.passed_over),
+                "refusal": peer.refusal or unreached.get(peer.endpoint),
             }
             for peer in self._worker.table.pairing.peers.values()
             if peer.is_connected
@@ -231,6 +251,7 @@ def _lease(lease: Lease, now: float) -> dict[str, Any]:
         "writer": short(lease.writer),
         "endpoint": lease.endpoint,
         "generation": lease.generation,
+        "engine": lease.engine,
     }
 
 

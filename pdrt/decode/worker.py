@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import uvloop
@@ -15,13 +16,15 @@ from pdrt.config import WorkerConfig
 from pdrt.decode.answers import Answers, Spoken
 from pdrt.decode.early_cancels import EarlyCancels
 from pdrt.decode.grammars import GrammarEvents, Grammars
-from pdrt.decode.handover import Handover, Landing
+from pdrt.decode.handover import DecodeRanks, Handover
 from pdrt.decode.pages import DecodePages
+from pdrt.decode.rank import DecodeRank, FromDecodeRank, decode_parts
 from pdrt.decode.rooms import RoomEvents, Rooms
 from pdrt.decode.steps import Steps
 from pdrt.decode.view import DecodeView
 from pdrt.ids import Incarnation, RequestId, new_incarnation, short
 from pdrt.kv.pages import PageTable
+from pdrt.model.collectives import RankPlace
 from pdrt.model.executor import Executor
 from pdrt.model.steady import steady
 from pdrt.observe.metrics import Metrics
@@ -38,16 +41,17 @@ from pdrt.protocol.gateway_messages import (
     Submit,
 )
 from pdrt.protocol.invariants import check_decode
-from pdrt.protocol.leases import DecodeWorkerInfo, LeaseTable
+from pdrt.protocol.leases import LeaseTable
 from pdrt.protocol.messages import Fingerprint, FirstTokenData
+from pdrt.protocol.pairing import DecodeWorkerInfo
 from pdrt.scheduling.decode import DecodeScheduler, StepLimits
 from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
 from pdrt.scheduling.local_prefill import LocalPrefill
-from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.liveness import Liveness
-from pdrt.transfer.local import LocalReceiver
+from pdrt.transfer.rank_children import RankChild, watched
+from pdrt.transfer.rank_group import RankGroup
 from pdrt.transfer.self_watch import SelfWatch
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
@@ -58,19 +62,31 @@ STOP_STRING = "stop_string"
 it asked for."""
 
 
-def run(config: WorkerConfig, announce: Announce) -> NoReturn:
+def run(
+    config: WorkerConfig,
+    announce: Announce,
+    children: Sequence[RankChild] = (),
+    place: RankPlace | None = None,
+) -> NoReturn:
     """Load the model and serve until told to stop; ends the process with an `ExitCode`.
+
+    Args:
+        children: the worker's other ranks, which load their parts meanwhile.
+        place: rank 0's, where there are others.
 
     Raises:
         PdrtError: the configuration or the model cannot be used; says what to do.
     """
-    executor = Executor.load(config.model, config.device, log.info)
+    with watched(children):
+        executor = Executor.load(config.model, config.device, log.info, place)
     steady(executor.pool, config.device)
-    exit_now(uvloop.run(_serve(config, executor, announce)))
+    exit_now(uvloop.run(_serve(config, announce, executor, children)))
 
 
-async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -> ExitCode:
-    worker = DecodeWorker(config, executor)
+async def _serve(
+    config: WorkerConfig, announce: Announce, executor: Executor, children: Sequence[RankChild]
+) -> ExitCode:
+    worker = DecodeWorker(config, executor, children)
     announce(worker.facts())
     return await worker.run()
 
@@ -78,7 +94,10 @@ async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -
 class DecodeWorker:
     """All state of one decode worker. Everything runs on the loop but the forwards."""
 
-    def __init__(self, config: WorkerConfig, executor: Executor) -> None:
+    def __init__(
+        self, config: WorkerConfig, executor: Executor, children: Sequence[RankChild] = ()
+    ) -> None:
+        """`children`: the processes of the other ranks, which have loaded their part by now."""
         now = time.monotonic()
         self.config = config
         self.incarnation = new_incarnation()
@@ -104,17 +123,23 @@ class DecodeWorker:
             identity.eos_token_ids,
         )
         self.local = LocalPrefill(limits, config.protocol.rooms_per_request_max, now)
-        receiver = LocalReceiver(executor.pool)
+        self.loop = WorkerLoop(self._tick, self._leave)
+        self.ranks: DecodeRanks = RankGroup(children, FromDecodeRank, self.loop)
+        parts = decode_parts(0, config, executor.pool)
+        self.rank = DecodeRank(parts, self.loop.start, self.ranks.answer)
+        self.ranks.handle = self.rank.handle
+        if children:
+            executor.tell_ranks = self.ranks.step
         quarantine = config.protocol.quarantine_pages_max or max(1, executor.pages // 4)
-        info = DecodeWorkerInfo(self.incarnation, self.fingerprint, 1, receiver.fence, quarantine)
+        engines = {name: receiver.fence for name, receiver in parts.receivers.items()}
+        ranks = 1 + len(children)
+        info = DecodeWorkerInfo(self.incarnation, self.fingerprint, ranks, engines, quarantine)
         self.table = LeaseTable(info, config.protocol, now)
         late = config.protocol.tick_late_seconds
         self.liveness = Liveness(config.scheduler.stall_seconds_max, late, now)
-        self.loop = WorkerLoop(self._tick, self._leave)
         self._watch = SelfWatch(self.liveness, self.loop, self.view.complaints)
         self.rooms = Rooms(self.table, self.kv, self.scheduler, self.local, self.metrics)
-        landing = Landing(receiver, PageChecksums(executor.pool) if is_checked else None)
-        self.handover = Handover(self.table, landing, config, self.loop, self.rooms.apply)
+        self.handover = Handover(self.table, self.ranks, config, self.loop, self.rooms.apply)
         self.links = GatewayLinks(
             config.gateway,
             self.incarnation,
@@ -171,6 +196,8 @@ class DecodeWorker:
             return await self.loop.run(compute=self.steps.run(), http=self.http.run())
         finally:
             self.handover.close()
+            self.rank.close()
+            self.ranks.close()
             self.links.close()
             self.tracer.close()
 
@@ -186,6 +213,8 @@ class DecodeWorker:
                 self._credit(request)
             case Drain():
                 self._leave()
+            case Inspect() if request.check and self.ranks.has_others:
+                self.loop.start(self._inspected(request), "check of all ranks")
             case Inspect():
                 self.links.answer(request, self.view, self.check)
 
@@ -315,6 +344,8 @@ class DecodeWorker:
         if now - self._checked_at > CHECK_SECONDS and not self.scheduler.running:
             self._checked_at = now
             self.check()
+            if self.ranks.has_others:
+                self.loop.start(self.ranks.check_others(), "check of other ranks")
         if self._leave_by is not None:
             self._leave_when_done(now)
 
@@ -386,3 +417,9 @@ class DecodeWorker:
         self.grammars.check()
         self.kv.cache.check()
         self.kv.check_sequences({r.request: r.pages for r in self.scheduler.requests.values()})
+        self.rank.check()
+
+    async def _inspected(self, request: Inspect) -> None:
+        """Everything is checked, on every rank."""
+        verdict = await self.ranks.check()
+        self.links.answer(request, self.view, self.check, verdict.complaints())

@@ -27,7 +27,6 @@ class RoomEnds:
 
     def ended(self, job: PrefillJob, drained: Drained, now: float) -> None:
         """`drained` is being sent, and the room's pages are about to be released."""
-        self._metrics.count_transfer("local", drained.bytes_written)
         phases = _phases(job, now)
         for phase, (start, end) in phases.items():
             self._metrics.observe_handover(phase, end - start)

@@ -1,5 +1,5 @@
-"""Carries out the room table's effects: the bootstrap channel, engine instances and room tasks.
-Decides nothing. Effects are applied through one FIFO queue, in the order they were decided.
+"""Carries out the room table's effects: the bootstrap channel, and what every rank is told. Decides
+nothing. Effects are applied through one FIFO queue, in the order they were decided.
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ from collections import Counter
 from collections.abc import Callable
 
 from pdrt.config import WorkerConfig
-from pdrt.errors import ConfigError, EngineError
+from pdrt.errors import ConfigError
 from pdrt.ids import RoomId, routing_id
-from pdrt.kv.layout import KvLayout, slice_plan
-from pdrt.protocol.codec import encode
+from pdrt.prefill.rank import (
+    EngineClosed,
+    EngineOpened,
+    EngineRefused,
+    FromPrefillRank,
+    RoomEnded,
+    ToPrefillRank,
+)
+from pdrt.protocol.codec import VERSION_FRAME, encode, other_version
 from pdrt.protocol.effects import (
     CloseEngine,
     CloseRoom,
@@ -32,12 +39,14 @@ from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.effect_queue import EffectQueue
 from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.handshake import Failure
-from pdrt.transfer.room_task import Close, RoomEvent, RoomTask, SlicePlan, Transfer
+from pdrt.transfer.rank_group import RankGroup
+from pdrt.transfer.room_task import Close, LeaderEvent, ToRoom, rank_room
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
 log = logging.getLogger(__name__)
 
 RoomEffect = OpenRoom | CloseRoom | ReleaseSource
+PrefillRanks = RankGroup[ToPrefillRank, FromPrefillRank]
 
 
 class Handover:
@@ -46,7 +55,7 @@ class Handover:
     def __init__(
         self,
         table: RoomTable,
-        transfer: Transfer,
+        ranks: PrefillRanks,
         config: WorkerConfig,
         loop: WorkerLoop,
     ) -> None:
@@ -60,12 +69,14 @@ class Handover:
         """Why a grant cannot be served, in words."""
         self.on_room: Callable[[RoomEffect], None] = lambda effect: None
         """Applies what concerns computation and pages."""
+        self.on_rank_end: Callable[[int, str, RankEnd], None] = lambda rank, engine, end: None
+        """A room is over on one rank; it was written through `engine`."""
         self.on_end: Callable[[Drained], None] = lambda drained: None
         """A room is over, and this was said of it."""
-        self._transfer = transfer
-        self._inbox_max = config.protocol.inbox_max
+        self._ranks = ranks
+        ranks.on_answer = self._answered
+        ranks.on_alive = table.rank_heard
         self._loop = loop
-        self._tasks: dict[RoomId, RoomTask] = {}
         self.apply = EffectQueue(self._apply).apply
         frame_bytes_max = config.protocol.frame_bytes_max
         self._reader: FrameReader[DecodeToPrefill] = FrameReader(
@@ -95,12 +106,11 @@ class Handover:
                 if isinstance(effect.message, Drained):
                     self.on_end(effect.message)
                 self._channel.send(routing_id(effect.decode), encode(effect.message))
-            case OpenEngine():
-                self._loop.start(self._open_engine(effect), "open engine")
-            case CloseEngine():
-                self._loop.start(self._close_engine(effect), "close engine")
+            case OpenEngine() | CloseEngine():
+                self._ranks.tell(effect)
             case OpenRoom():
-                self._open_room(effect)
+                self._ranks.tell(rank_room(effect.grant))
+                self.on_room(effect)
             case CloseRoom():
                 self.on_room(effect)
                 self.post(effect.room, Close(effect.reason, effect.detail))
@@ -109,9 +119,12 @@ class Handover:
             case EndWorker():
                 self._loop.end(ExitCode.CANNOT_GO_ON, effect.why)
 
-    def _receive(self, _: bytes, frame: bytes) -> None:
-        """The sender is who the message says, not the socket's idea of a peer."""
+    def _receive(self, peer: bytes, frame: bytes) -> None:
+        """The sender is who the message says, not the socket's idea of a peer. That is good enough
+        for somebody whose words are not known here."""
         message = self._reader.read(frame)
+        if message is None and other_version(frame) is not None:
+            self._channel.send(peer, VERSION_FRAME)
         if message is None or self._loop.is_ending:
             return
         refusal = self.judge(message) if isinstance(message, Grant) else None
@@ -120,61 +133,28 @@ class Handover:
     def drain(self) -> None:
         """Read everything that has arrived."""
         self._channel.drain()
+        self._ranks.drain()
 
-    # Engines
+    # Ranks
 
-    async def _open_engine(self, effect: OpenEngine) -> None:
-        decode, generation = effect.decode, effect.generation
-        try:
-            await self._transfer.sender.open(decode, generation, effect.segments)
-        except EngineError as error:
-            log.error("cannot reach a decode pool: %s", error)
-            now = time.monotonic()
-            self.apply(self.table.engine_refused(decode, generation, str(error), now))
-            return
-        self.apply(self.table.engine_opened(decode, generation, 0, time.monotonic()))
+    def post(self, room: RoomId, event: LeaderEvent) -> None:
+        """Tell the room's task on every rank; one that has ended hears nothing any more."""
+        self._ranks.tell(ToRoom(room, event))
 
-    async def _close_engine(self, effect: CloseEngine) -> None:
-        await self._transfer.sender.close_instance(effect.decode, effect.generation)
-        now = time.monotonic()
-        self.apply(self.table.engine_closed(effect.decode, effect.generation, 0, now))
-
-    # Rooms
-
-    def _open_room(self, effect: OpenRoom) -> None:
-        """The room's task exists before any forward that fills the room."""
-        task = RoomTask(effect.grant, self._transfer, self._inbox_max, self._rank_ended)
-        self._tasks[task.room] = task
-        self._loop.start(task.run(), f"room {task.room}")
-        self.on_room(effect)
-
-    def post(self, room: RoomId, event: RoomEvent) -> None:
-        """Tell the room's task; a room that has ended hears nothing any more."""
-        if task := self._tasks.get(room):
-            task.post(event)
-
-    def _rank_ended(self, room: RoomId, end: RankEnd) -> None:
-        del self._tasks[room]
-        self.apply(self.table.rank_ended(room, 0, end, time.monotonic()))
-
-    def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
-        assert self._tasks.keys() == self.table.rooms.keys()
-        for task in self._tasks.values():
-            task.writer.check()
+    def _answered(self, rank: int, message: FromPrefillRank) -> None:
+        table, now = self.table, time.monotonic()
+        match message:
+            case EngineOpened(decode, generation):
+                self.apply(table.engine_opened(decode, generation, rank, now))
+            case EngineRefused(decode, generation, why):
+                log.error("cannot reach a decode pool: %s", why, extra={"rank": rank})
+                self.apply(table.engine_refused(decode, generation, why, now))
+            case EngineClosed(decode, generation):
+                self.apply(table.engine_closed(decode, generation, rank, now))
+            case RoomEnded(room, end):
+                self.on_rank_end(rank, table.engine_of(room), end)
+                self.apply(table.rank_ended(room, rank, end, now))
 
     def close(self) -> None:
         """At exit."""
         self._channel.close()
-        self._transfer.sender.close()
-        if self._transfer.checksums is not None:
-            self._transfer.checksums.close()
-
-
-def single_rank_plan(layout: KvLayout) -> SlicePlan:
-    """One rank to one rank: whole pages."""
-    return SlicePlan(
-        copies=tuple(slice_plan(layout, 1, 1)[0]),
-        source_page_bytes=layout.page_bytes,
-        target_page_bytes={0: layout.page_bytes},
-    )

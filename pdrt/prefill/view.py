@@ -19,7 +19,7 @@ from pdrt.model.executor import Executor
 from pdrt.observe.counters import CounterBridge
 from pdrt.observe.metrics import Metrics
 from pdrt.observe.worker_http import WorkerHttp
-from pdrt.prefill.handover import Handover
+from pdrt.prefill.handover import Handover, PrefillRanks
 from pdrt.protocol.gateway_messages import Register, Role
 from pdrt.protocol.messages import Fingerprint, Load
 from pdrt.protocol.rooms import Room, RoomState, RoomTable
@@ -47,6 +47,7 @@ class Seen(Protocol):
     scheduler: PrefillScheduler
     table: RoomTable
     handover: Handover
+    ranks: PrefillRanks
     links: GatewayLinks
     http: WorkerHttp
     liveness: Liveness
@@ -154,6 +155,7 @@ class PrefillView:
                 "tokens": dict(worker.cache.tokens),
             },
             "decode_peers": self._peers(),
+            "ranks": worker.ranks.seen(now),
             "gateways": worker.links.gateways(),
             "queued": worker.scheduler.queued,
             "running": worker.scheduler.running,
@@ -168,6 +170,8 @@ class PrefillView:
             {
                 "worker": short(peer.incarnation),
                 "generations": sorted(peer.engines),
+                "engine": None if peer.newest is None else peer.newest.name,
+                "passed_over": [] if peer.newest is None else list(peer.newest.passed_over),
                 "floor": peer.floor,
                 "unsettled_generation": peer.unsettled_generation,
                 "state": "lost" if peer.is_lost else "live",

@@ -8,42 +8,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import uvloop
 
 from pdrt.config import WorkerConfig
-from pdrt.errors import RequestRefused, Unavailable
+from pdrt.errors import DeviceLost, RequestRefused, Unavailable
 from pdrt.ids import RoomId, new_incarnation, short
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.kv.prefix import PrefixCache
 from pdrt.model.batch import StepResult
+from pdrt.model.collectives import RankPlace
 from pdrt.model.executor import Executor
 from pdrt.model.steady import steady
 from pdrt.observe.metrics import Metrics
 from pdrt.observe.tracing import Tracer
 from pdrt.observe.worker_http import WorkerHttp
 from pdrt.prefill.ends import RoomEnds
-from pdrt.prefill.handover import Handover, RoomEffect, single_rank_plan
+from pdrt.prefill.handover import Handover, PrefillRanks, RoomEffect
 from pdrt.prefill.judge import Limits, refusal
 from pdrt.prefill.prompts import Prompts, grammar_of
+from pdrt.prefill.rank import FromPrefillRank, PrefillRank, prefill_parts
 from pdrt.prefill.view import PrefillView
 from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.protocol.effects import CloseRoom, OpenRoom, ReleaseSource
 from pdrt.protocol.gateway_messages import Drain, Inspect
 from pdrt.protocol.invariants import check_prefill
 from pdrt.protocol.messages import Drained, Fingerprint, FirstTokenData, Grant, Reason
+from pdrt.protocol.room_writer import RankEnd
 from pdrt.protocol.rooms import PrefillWorkerInfo, RoomTable
 from pdrt.sampling import Grammar
 from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.scheduling.prefill_job import Chunk
-from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.liveness import Liveness
-from pdrt.transfer.local import LocalSender
 from pdrt.transfer.processes import this_process
-from pdrt.transfer.room_task import ForwardEnded, ForwardStarted, PagesFinished, Transfer
+from pdrt.transfer.rank_children import RankChild, watched
+from pdrt.transfer.rank_group import RankGroup
+from pdrt.transfer.room_task import ForwardEnded, ForwardStarted, PagesFinished
 from pdrt.transfer.self_watch import SelfWatch
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
@@ -57,19 +61,31 @@ DRAIN_SECONDS_MAX = 5.0
 """What rooms may take to drain at exit, after their time to finish is over."""
 
 
-def run(config: WorkerConfig, announce: Announce) -> NoReturn:
+def run(
+    config: WorkerConfig,
+    announce: Announce,
+    children: Sequence[RankChild] = (),
+    place: RankPlace | None = None,
+) -> NoReturn:
     """Load the model and serve until told to stop; ends the process with an `ExitCode`.
+
+    Args:
+        children: the worker's other ranks, which load their parts meanwhile.
+        place: rank 0's, where there are others.
 
     Raises:
         PdrtError: the configuration or the model cannot be used; says what to do.
     """
-    executor = Executor.load(config.model, config.device, log.info)
+    with watched(children):
+        executor = Executor.load(config.model, config.device, log.info, place)
     steady(executor.pool, config.device)
-    exit_now(uvloop.run(_serve(config, executor, announce)))
+    exit_now(uvloop.run(_serve(config, announce, executor, children)))
 
 
-async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -> ExitCode:
-    worker = PrefillWorker(config, executor)
+async def _serve(
+    config: WorkerConfig, announce: Announce, executor: Executor, children: Sequence[RankChild]
+) -> ExitCode:
+    worker = PrefillWorker(config, executor, children)
     announce(worker.facts())
     return await worker.run()
 
@@ -77,7 +93,10 @@ async def _serve(config: WorkerConfig, executor: Executor, announce: Announce) -
 class PrefillWorker:
     """All state of one prefill worker. Everything runs on the loop but forwards and copies."""
 
-    def __init__(self, config: WorkerConfig, executor: Executor) -> None:
+    def __init__(
+        self, config: WorkerConfig, executor: Executor, children: Sequence[RankChild] = ()
+    ) -> None:
+        """`children`: the processes of the other ranks, which have loaded their part by now."""
         now = time.monotonic()
         self.config = config
         self.incarnation = new_incarnation()
@@ -103,23 +122,30 @@ class PrefillWorker:
             tokens_efficient=CPU_TOKENS_EFFICIENT if is_cpu else None,
         )
         self._prompts = Prompts()
-        sender = LocalSender(executor.pool, config.protocol.write_seconds_max)
+        self.loop = WorkerLoop(self._tick, self._leave)
+        self.ranks: PrefillRanks = RankGroup(children, FromPrefillRank, self.loop)
+        parts = prefill_parts(0, 1 + len(children), config, executor.layout, executor.pool)
+        self.rank = PrefillRank(
+            parts, config.protocol.inbox_max, self.loop.start, self.ranks.answer
+        )
+        self.ranks.handle, self.ranks.rooms = self.rank.handle, self._rooms_on
+        if children:
+            executor.tell_ranks = self.ranks.step
+        processes = (this_process(), *(child.named for child in children))
         info = PrefillWorkerInfo(
-            self.incarnation, self.fingerprint, (this_process(),), (sender.name,)
+            self.incarnation, self.fingerprint, processes, tuple(parts.senders)
         )
         self.table = RoomTable(info, config.protocol, now)
         late = config.protocol.tick_late_seconds
         self.liveness = Liveness(limits.stall_seconds_max, late, now)
-        self.loop = WorkerLoop(self._tick, self._leave)
         self._watch = SelfWatch(self.liveness, self.loop, self.view.complaints)
-        checksums = PageChecksums(executor.pool) if is_checked else None
-        transfer = Transfer(sender, single_rank_plan(executor.layout), checksums)
-        self.handover = Handover(self.table, transfer, config, self.loop)
+        self.handover = Handover(self.table, self.ranks, config, self.loop)
         grant_limits = Limits(
             identity, executor.layout, executor.pages, config.protocol.frame_bytes_max
         )
         self.handover.judge = lambda grant: refusal(grant, grant_limits)
         self.handover.on_room = self._apply_room
+        self.handover.on_rank_end = self._rank_ended
         self.handover.on_end = self._room_ended
         self.links = GatewayLinks(
             config.gateway,
@@ -161,6 +187,8 @@ class PrefillWorker:
             return await self.loop.run(compute=self._compute(), http=self.http.run())
         finally:
             self.handover.close()
+            self.rank.close()
+            self.ranks.close()
             self.links.close()
             self.tracer.close()
 
@@ -208,6 +236,9 @@ class PrefillWorker:
         # Somebody may have been waiting for them.
         self._work.set()
 
+    def _rank_ended(self, rank: int, engine: str, end: RankEnd) -> None:
+        self.metrics.count_transfer(engine, end.bytes_written, rank)
+
     def _room_ended(self, drained: Drained) -> None:
         self.metrics.count_request(drained.outcome.value)
         if drained.reason is None:
@@ -234,10 +265,13 @@ class PrefillWorker:
         rows = [self._prompts.row(self.scheduler.jobs[chunk.room], chunk) for chunk in chunks]
         try:
             result = await self.executor.step(rows)
-        except AssertionError:
-            raise  # our own bug: the worker ends
+        except (AssertionError, DeviceLost):
+            raise  # our own bug, or a broken GPU: the worker ends
         except Exception as error:
             log.exception("prefill step failed")
+            if self.ranks.has_others:
+                await self.ranks.forward_failed(repr(error))
+                return
             self.liveness.forward_failed(repr(error), time.monotonic())
             self._step_failed(chunks, repr(error))
             return
@@ -294,6 +328,8 @@ class PrefillWorker:
         if now - self._checked_at > CHECK_SECONDS and not self.scheduler.has_work:
             self._checked_at = now
             self.check()
+            if self.ranks.has_others:
+                self.loop.start(self.ranks.check_others(), "check of other ranks")
         # A room that waits for its grammar waits for nothing that could be done here.
         waiting = sum(not job.is_blocked for job in self.scheduler.jobs.values())
         if self._watch.tick(self.executor.step_age(now), waiting, now):
@@ -324,6 +360,8 @@ class PrefillWorker:
 
     def _on_request(self, request: Request) -> None:
         match request:
+            case Inspect() if request.check and self.ranks.has_others:
+                self.loop.start(self._inspected(request), "check of all ranks")
             case Inspect():
                 self.links.answer(request, self.view, self.check)
             case Drain():
@@ -339,4 +377,14 @@ class PrefillWorker:
         self.table.check()
         check_prefill(self.table, source_pages, self.pages)
         self.scheduler.check()
-        self.handover.check()
+        assert set(self.rank.check()) == self._rooms_on(0)
+
+    def _rooms_on(self, rank: int) -> frozenset[RoomId]:
+        """Those that have not ended there, as far as is known here."""
+        rooms = self.table.rooms.items()
+        return frozenset(room for room, record in rooms if rank in record.waiting)
+
+    async def _inspected(self, request: Inspect) -> None:
+        """Everything is checked, on every rank."""
+        verdict = await self.ranks.check()
+        self.links.answer(request, self.view, self.check, verdict.complaints())

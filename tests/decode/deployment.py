@@ -34,6 +34,7 @@ from pdrt.protocol.gateway_messages import (
 from pdrt.sampling import Sampling, TokenLogprobs
 from pdrt.transfer.channel import RouterChannel
 from pdrt.transfer.cluster_key import ClusterKey
+from pdrt.transfer.rank_children import RankChild
 from pdrt.transfer.worker_loop import ExitCode
 from tests.prefill.executor import StandInExecutor, output_of
 
@@ -231,15 +232,19 @@ class Deployment:
         model = ModelConfig(kv_checksum=kv_checksum)
         return WorkerConfig(gateway=(gateway,), model=model, protocol=protocol, scheduler=scheduler)
 
-    def add_prefill(self, executor: StandInExecutor, config: WorkerConfig) -> PrefillWorker:
-        worker = PrefillWorker(config, executor)  # type: ignore[arg-type]
+    def add_prefill(
+        self, executor: StandInExecutor, config: WorkerConfig, children: Sequence[RankChild] = ()
+    ) -> PrefillWorker:
+        worker = PrefillWorker(config, executor, children)  # type: ignore[arg-type]
         executor.page_owner = worker.pages.owner
         self.prefills.append(worker)
         self._runs[worker] = asyncio.create_task(worker.run())
         return worker
 
-    def add_decode(self, executor: StandInExecutor, config: WorkerConfig) -> DecodeWorker:
-        worker = DecodeWorker(config, executor)  # type: ignore[arg-type]
+    def add_decode(
+        self, executor: StandInExecutor, config: WorkerConfig, children: Sequence[RankChild] = ()
+    ) -> DecodeWorker:
+        worker = DecodeWorker(config, executor, children)  # type: ignore[arg-type]
         executor.page_owner = worker.pages.owner
         self.decodes.append(worker)
         self._runs[worker] = asyncio.create_task(worker.run())

@@ -49,7 +49,7 @@ class Comparisons:
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self.waiting = 0
-        checksums = worker.handover._landing.checksums
+        checksums = worker.rank.parts.checksums
         original = checksums._digest
 
         def digest(data: memoryview) -> int:
@@ -133,7 +133,7 @@ async def test_a_page_that_landed_wrong(
             first.gate.step()
         await until(lambda: len(first.steps) == chunk + 1, "the chunk whose copy breaks")
         (room,) = pair.decode.table.leases
-        await until(lambda: pair.prefill.handover._tasks[room].writer.outstanding == 0, "quiet")
+        await until(lambda: pair.prefill.rank.tasks[room].writer.outstanding == 0, "quiet")
         copies.count = 1
         first.gate.set()
         await until(lambda: killed, "the fence")

@@ -131,7 +131,7 @@ async def test_a_chunk_is_planned_for_a_room_that_closes(pair: Pair, copies: Cop
     pair.prefill_executor.gate.clear()
     stream = pair.submit(prompt_of(60), 6)
     await until(lambda: pair.prefill_executor.is_running, "a chunk")
-    ((_, task),) = pair.prefill.handover._tasks.items()
+    ((_, task),) = pair.prefill.rank.tasks.items()
     ends = overheard(task)
     pair.prefill_executor.gate.step()
     await until(lambda: len(pair.prefill_executor.steps) == 2, "the second chunk")
@@ -160,7 +160,7 @@ async def test_a_room_task_breaks_during_a_forward(
     stream = pair.submit(prompt_of(40), 6)
     await until(lambda: pair.prefill_executor.is_running, "a forward")
     (room,) = pair.prefill.table.rooms
-    task = pair.prefill.handover._tasks[room]
+    task = pair.prefill.rank.tasks[room]
     task.post("nonsense")  # type: ignore[arg-type]
     for _ in range(10):
         await pair.gateway.inspect(pair.prefill.incarnation)

@@ -70,7 +70,8 @@ def output_of(prompt: Sequence[int], count: int) -> list[int]:
 
 
 @functools.cache
-def _pattern(layout: KvLayout) -> torch.Tensor:
+def pattern_of(layout: KvLayout) -> torch.Tensor:
+    """What each element of a slot adds to its position's number."""
     shape = (layout.kv_heads, layout.layers, 2, layout.head_dim)
     count = shape[0] * shape[1] * shape[2] * shape[3]
     return torch.arange(count, dtype=torch.float32).view(shape) * 4
@@ -149,6 +150,7 @@ class StandInExecutor:
         self.layout = layout
         self.pages = pages
         self.pool = KvPool(layout, pages, torch.device("cpu"))
+        self.pattern = pattern_of(layout)
         self.grammars = StandInGrammars()
         self.gate = Gate()
         """Where each step waits, in its middle."""
@@ -202,7 +204,7 @@ class StandInExecutor:
     def _write(self, row: Row) -> None:
         for place, token in enumerate(row.token_ids, start=row.start):
             value = position_value(token, place)
-            self._slot(row.pages, place).copy_(_pattern(self.layout) + value)
+            self._slot(row.pages, place).copy_(self.pattern + value)
 
     def _digest_before(self, row: Row, place: int) -> int:
         return _digest([self.read(row.pages, earlier) for earlier in range(place)])
@@ -236,7 +238,7 @@ class StandInExecutor:
         slot = self._slot(pages, position)
         value = int(slot.flatten()[0])
         assert value, f"position {position} was never written"
-        assert torch.equal(slot, _pattern(self.layout) + value), f"position {position} is torn"
+        assert torch.equal(slot, self.pattern + value), f"position {position} is torn"
         return value
 
     def close(self) -> None:

@@ -233,7 +233,7 @@ async def test_cached_source_pages_stay_under_a_write_that_never_settled(
     grant = peer.make_grant(1, 40)
     await complete(peer, grant)
     copies.may_copy.clear()
-    monkeypatch.setattr(prefill.worker.handover._transfer.sender, "_write_seconds_max", 0.05)
+    monkeypatch.setattr(prefill.worker.rank.parts.senders["local"], "_write_seconds_max", 0.05)
     await peer.say(with_tokens(peer.make_grant(2, 40), grant.token_ids))
     assert (await peer.drained(2)).outcome is Outcome.UNSETTLED
     assert not prefill.worker.table.rooms

@@ -48,7 +48,7 @@ async def test_a_room_whose_task_crashes_ends_alone(
             await peer.say(peer.make_grant(serial, 7, (2 * serial, 2 * serial + 1)))
     await until(lambda: len(prefill.worker.table.rooms) == 4, "four rooms")
     room = RoomId(crashing.incarnation, 1)
-    prefill.worker.handover._tasks[room].post("nonsense")  # type: ignore[arg-type]
+    prefill.worker.rank.tasks[room].post("nonsense")  # type: ignore[arg-type]
     await until(lambda: "room task failed" in caplog.text, "its crash")
     prefill.executor.gate.set()
     ends = [await crashing.drained(serial) for serial in (1, 2)]
@@ -85,7 +85,7 @@ async def test_a_chunk_for_a_session_that_is_unknown_fails_its_room_alone(
     for peer in (lost, other):
         await peer.say(peer.make_grant(1, 40))
     await until(lambda: len(prefill.worker.table.rooms) == 2, "both rooms")
-    sender: Any = prefill.worker.handover._transfer.sender
+    sender: Any = prefill.worker.rank.parts.senders["local"]
     del sender._instances[lost.incarnation, 1]
     prefill.executor.gate.set()
     end = await lost.drained(1)

@@ -377,7 +377,7 @@ def test_rank_that_hangs_ends_the_worker() -> None:
         decode.table.rank_heard(2, decode.now)
         effects += decode.tick(0.5)
         decode.welcome()
-    assert ends_worker(effects) == "rank 1 is silent"
+    assert ends_worker(effects) == "rank 1 has been silent for 5 s (--silence-seconds)"
 
 
 def test_incarnations_are_not_compared_by_socket(decode: Decode) -> None:

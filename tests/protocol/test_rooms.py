@@ -427,4 +427,4 @@ def test_rank_that_hangs_ends_the_worker(wide: Prefill) -> None:
         for rank in (1, 3):
             wide.table.rank_heard(rank, wide.now)
         effects += wide.tick(0.5)
-    assert ends_worker(effects) == "rank 2 is silent"
+    assert ends_worker(effects) == "rank 2 has been silent for 5 s (--silence-seconds)"

@@ -72,7 +72,7 @@ class Lives:
             "decode rooms": len(decode.rooms._rooms),
             "matchers": len(decode.grammars._matchers),
             "prefill rooms": len(prefill.table.rooms),
-            "room tasks": len(prefill.handover._tasks),
+            "room tasks": len(prefill.rank.tasks),
             "jobs": len(prefill.scheduler.jobs),
             "tasks": len(asyncio.all_tasks()),
             "threads": threading.active_count(),

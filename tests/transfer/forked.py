@@ -12,7 +12,7 @@ from pdrt.cli.child import die_with_parent
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["tests.prefill.process", "tests.scale.host", "tests.transfer.receiver"]
+    ["tests.prefill.process", "tests.ranks.process", "tests.scale.host", "tests.transfer.receiver"]
 )
 
 START_SECONDS = 120.0

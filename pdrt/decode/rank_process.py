@@ -1,0 +1,48 @@
+"""A rank of a decode worker that is not its leader, in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import NoReturn, Protocol
+
+import uvloop
+
+from pdrt.config import WorkerConfig
+from pdrt.decode.rank import DecodeRank, ToDecodeRank, decode_parts
+from pdrt.kv.pool import KvPool
+from pdrt.model.collectives import RankPlace
+from pdrt.model.rank_executor import RankExecutor
+from pdrt.model.steady import steady
+from pdrt.transfer.rank_loop import RankLoop, TakesPart
+from pdrt.transfer.worker_loop import ExitCode, exit_now
+
+log = logging.getLogger(__name__)
+
+
+class Computes(TakesPart, Protocol):
+    """The executor of such a rank."""
+
+    pool: KvPool
+
+
+def run(config: WorkerConfig, place: RankPlace, end: socket.socket) -> NoReturn:
+    """Load this rank's part of the model, and serve the leader at the other end of the channel as
+    long as it is there.
+
+    Raises:
+        PdrtError: the configuration or the model cannot be used, or another rank is lost.
+    """
+    executor = RankExecutor.load(config.model, config.device, log.info, place)
+    steady(executor.pool, config.device)
+    exit_now(uvloop.run(serve(config, place, executor, end)))
+
+
+async def serve(
+    config: WorkerConfig, place: RankPlace, executor: Computes, end: socket.socket
+) -> ExitCode:
+    """On the loop of this process."""
+    frame = RankLoop(end, ToDecodeRank, config.protocol.hello_interval_seconds)
+    parts = decode_parts(place.rank, config, executor.pool)
+    rank = DecodeRank(parts, frame.loop.start, frame.answer)
+    return await frame.run(rank, executor)

@@ -1,0 +1,152 @@
+"""Prefill workers of m ranks hand over to decode workers of n: every rank a process of its own,
+real channels and real copies. Each decode rank compares, position by position, what has landed with
+what its leader has read (`stand_in.RankPart`): a slice that went elsewhere fails its first step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdrt.decode.worker import DecodeWorker
+from pdrt.kv.layout import KvLayout
+from pdrt.kv.pages import OwnerKind
+from pdrt.prefill.worker import PrefillWorker
+from pdrt.protocol.gateway_messages import FinishReason
+from pdrt.sampling import Sampling
+from tests.decode.deployment import Deployment, GatewayPeer, Stream, prompt_of, until
+from tests.prefill.executor import output_of
+from tests.ranks.group import Ranks
+from tests.ranks.stand_in import LAYOUT, ONE_HEAD
+
+pytestmark = pytest.mark.e2e
+
+
+class Pair:
+    """One worker of each role, of several ranks."""
+
+    def __init__(self, m: int, n: int, layout: KvLayout, kv_checksum: bool) -> None:
+        self.deployment = Deployment(GatewayPeer())
+        self.gateway = self.deployment.gateway
+        self.deployment.kv_checksum = kv_checksum
+        self.config = self.deployment.config()
+        self.prefill_ranks = Ranks("prefill", self.config, layout, m)
+        self.decode_ranks = Ranks("decode", self.config, layout, n)
+        self.prefill: PrefillWorker
+        self.decode: DecodeWorker
+
+    async def start(self, **changes: object) -> None:
+        """`changes`: to the other prefill ranks."""
+        executor = await self.prefill_ranks.start(**changes)
+        other = await self.decode_ranks.start()
+        children = self.prefill_ranks.children
+        self.prefill = self.deployment.add_prefill(executor, self.config, children)
+        self.decode = self.deployment.add_decode(other, self.config, self.decode_ranks.children)
+        await self.deployment.paired()
+
+    def submit(self, prompt: list[int]) -> Stream:
+        sampling = Sampling(max_tokens=6, temperature=0.0)
+        return self.gateway.submit(self.decode.incarnation, prompt, sampling)
+
+    async def serve(self, prompts: list[list[int]]) -> None:
+        """All at once."""
+        for stream, prompt in [(self.submit(prompt), prompt) for prompt in prompts]:
+            finished = await stream.end()
+            assert finished.reason is FinishReason.LENGTH, finished
+            assert stream.tokens == output_of(prompt, 6)
+
+
+@asynccontextmanager
+async def paired(
+    m: int, n: int, layout: KvLayout = LAYOUT, kv_checksum: bool = False, **changes: object
+) -> AsyncIterator[Pair]:
+    """At the end, both workers must be whole and unbroken, on every rank."""
+    pair = Pair(m, n, layout, kv_checksum)
+    try:
+        await pair.start(**changes)
+        yield pair
+        await pair.deployment.quiet()
+        for worker in (pair.prefill, pair.decode):
+            report = await pair.gateway.inspect(worker.incarnation)
+            assert report.broken == ()
+        await pair.deployment.close()
+    finally:
+        pair.prefill_ranks.end()
+        pair.decode_ranks.end()
+
+
+def bytes_by_rank(worker: PrefillWorker) -> dict[int, int]:
+    families = text_string_to_metric_families(worker.view.render().decode())
+    return {
+        int(sample.labels["rank"]): int(sample.value)
+        for family in families
+        for sample in family.samples
+        if sample.name == "pdrt_transfer_bytes_total"
+    }
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 2), (2, 1), (2, 3), (3, 1), (3, 3)])
+async def test_every_slice_lands_where_it_belongs(m: int, n: int) -> None:
+    """Prompts that end within a page, at its end, and after several chunks; some begin alike, so
+    that pages are cached on both sides. Other ranks compute a little longer than their leaders."""
+    prompts = [prompt_of(length, length) for length in (1, 4, 5, 31, 64)]
+    prompts += [[*prompt_of(31, 31), 7, 8, 9], prompt_of(64, 64)[:40]]
+    async with paired(m, n, lag_seconds=0.003) as pair:
+        await pair.serve(prompts[:5])
+        await pair.serve(prompts[5:])
+        sent = bytes_by_rank(pair.prefill)
+        assert sent.keys() == set(range(m))
+        assert len(set(sent.values())) == 1, "every rank has sent its share"
+
+
+async def test_ranks_with_nothing_to_send() -> None:
+    """One KV head on 2 → 3 ranks: replicas on both sides. Those that do not send are waited for all
+    the same; with checksums, what landed on every rank is compared with what was sent."""
+    async with paired(2, 3, ONE_HEAD, kv_checksum=True) as pair:
+        await pair.serve([prompt_of(length, length) for length in (3, 20)])
+        sent = bytes_by_rank(pair.prefill)
+        assert sent[0] > 0
+        assert sent[1] == 0
+
+
+async def test_an_abort_in_mid_transfer_waits_for_every_rank_by_name() -> None:
+    """Rank 0 ends at once, then 2, then 1, whose copies are held. Neither side's pages are free
+    before that."""
+    async with paired(3, 1, holds_copies=True) as pair:
+        prefill, decode = pair.prefill, pair.decode
+        stream = pair.submit(prompt_of(30))
+        (_, first), (_, second) = enumerate(pair.prefill_ranks.forked)
+        for forked in (first, second):
+            await until(lambda forked=forked: "copy" in forked.said, "a copy that waits")
+        pair.gateway.cancel(decode.incarnation, stream)
+        (room,) = prefill.table.rooms.values()
+        await until(lambda: room.waiting == {1, 2}, "the end of rank 0")
+        assert (await stream.end()).reason is FinishReason.CANCELLED
+        second.connection.send("open")
+        await until(lambda: room.waiting == {1}, "the end of rank 2")
+        prefill.check()
+        decode.check()
+        assert prefill.pages.count(OwnerKind.ROOM) and decode.pages.count(OwnerKind.LEASE)
+        first.connection.send("open")
+        await until(lambda: not prefill.table.rooms, "the end of rank 1")
+        await until(lambda: not decode.table.leases, "the end of the lease")
+        assert not prefill.pages.count(OwnerKind.ROOM)
+        await pair.serve([prompt_of(9, 1)])
+
+
+async def test_what_a_rank_finds_broken_is_told_to_whoever_asks() -> None:
+    """A room that the leader believes to be open there, and is not."""
+    async with paired(2, 1) as pair:
+        await pair.serve([prompt_of(9)])
+        known = pair.prefill.ranks.rooms
+        room = pair.decode.table.next_room()
+        pair.prefill.ranks.rooms = lambda rank: frozenset({room})
+        report = await pair.gateway.inspect(pair.prefill.incarnation)
+        assert report.broken == (f"rank 1 and its leader disagree on rooms {room}",)
+        pair.prefill.ranks.rooms = known
+        status = pair.prefill.ranks.seen(asyncio.get_running_loop().time())
+        pids = [forked.pid for forked in pair.prefill_ranks.forked]
+        assert [entry["pid"] for entry in status][1:] == pids
