@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,20 @@ def has_gpu(pid: int) -> bool:
     return any(name.startswith("/dev/nvidia") for name in names)
 
 
+def test_a_prefill_worker_is_killed(deployment: Deployment, reference: Reference) -> None:
+    """In the middle of hand-overs: they are fenced by its death, and their requests go on."""
+    (prefill,) = (pid for pid, role in deployment.workers().items() if role == "prefill")
+    prompts = [reference.prompt(1500 + n, seed=500 + n) for n in range(16)]
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        asked = [clients.submit(deployment.complete, prompt, OUTPUT) for prompt in prompts]
+        deployment.wait(lambda: any(map(Future.done, asked)), "the first answer")
+        os.kill(prefill, signal.SIGKILL)
+        outputs = [each.result() for each in asked]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert reference.worst(prompt, output) < MARGIN
+    deployment.wait_whole()
+
+
 def test_half_precision(model: Path, tmp_path: Path) -> None:
     """bfloat16, where sums of another order give other tokens: one after the other, the same."""
     flags = ("--dtype", "bfloat16", "--kv-cache-memory-bytes", str(POOL_BYTES))
@@ -176,12 +191,8 @@ def test_half_precision(model: Path, tmp_path: Path) -> None:
         reference.close()
 
 
-@pytest.mark.parametrize("checked", ["--kv-checksum"])
-def test_checksums_of_gpu_memory(
-    model: Path, reference: Reference, tmp_path: Path, checked: str
-) -> None:
-    pytest.importorskip("xxhash")
-    with Deployment(tmp_path, model, *FLAGS, checked) as deployment:
+def test_checksums_of_gpu_memory(model: Path, reference: Reference, tmp_path: Path) -> None:
+    with Deployment(tmp_path, model, *FLAGS, "--kv-checksum") as deployment:
         prompt = reference.prompt(200, seed=1)
         assert deployment.complete(prompt, OUTPUT) == reference.greedy(prompt, OUTPUT)
         deployment.wait_whole()
