@@ -78,7 +78,6 @@ SHORT_HOST_ROUND = (
     ("cut prefill off for long", "delay decode"),
     ("nobody hears decode", "lose packets of prefill"),
     ("half-open connections of prefill", "kill decode"),
-    ("prefill hears nobody", "half-open connections of decode"),
-    ("cut gateway off shortly", "lose packets of decode", "kill prefill"),
+    ("prefill hears nobody", "half-open connections of decode", "cut gateway off shortly"),
 )
 """Waves of kinds, as `faults.SHORT_ROUND`."""

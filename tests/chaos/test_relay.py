@@ -132,3 +132,14 @@ def test_nothing_is_left() -> None:
     with Network(["near", "far"]):
         assert len(mine()) == 3
     assert not mine()
+
+
+def test_what_a_killed_process_has_left_is_removed() -> None:
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    name = f"pdrt-{ended.pid}-decode-0"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    with Network(["near"]):
+        assert name not in os.listdir(NAMES)

@@ -129,7 +129,7 @@ def _remove_orphans() -> None:
         return
     for name in os.listdir(NAMES):
         match name.split("-"):
-            case [prefix, pid, _] if prefix == PREFIX and not Path(f"/proc/{pid}").exists():
+            case [prefix, pid, *_] if prefix == PREFIX and not Path(f"/proc/{pid}").exists():
                 with contextlib.suppress(PdrtError):
                     _run("ip", "netns", "delete", name)
 
