@@ -20,6 +20,7 @@ from pdrt.protocol.messages import Segment, SliceChecksums
 from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.engine import Receiver
 from pdrt.transfer.engines import make_receivers
+from pdrt.transfer.mooncake.receiver import MooncakeReceiver
 from pdrt.transfer.writable import AdmitRoom, DismissRoom, WritableRooms
 
 ToDecodeRank = OpenSegment | CloseSegment | AdmitRoom | DismissRoom | ChecksumPages
@@ -97,6 +98,14 @@ class DecodeRank:
     def follows_step(self, message: ToDecodeRank) -> bool:
         """Nothing here speaks of forwards: what lands, lands in pages that none of them uses."""
         return False
+
+    @property
+    def restart_reason(self) -> str | None:
+        """Why the worker is to drain and exit, in words. What an engine uses up with each
+        generation, it uses up on every rank alike."""
+        receivers = self.parts.receivers.values()
+        mooncake = next((r for r in receivers if isinstance(r, MooncakeReceiver)), None)
+        return None if mooncake is None else mooncake.restart_reason
 
     async def _open_segment(self, message: OpenSegment) -> None:
         endpoint, generation = message.endpoint, message.generation

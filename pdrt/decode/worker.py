@@ -346,6 +346,9 @@ class DecodeWorker:
             self.check()
             if self.ranks.has_others:
                 self.loop.start(self.ranks.check_others(), "check of other ranks")
+        if not self.is_leaving and (why := self.rank.restart_reason) is not None:
+            log.error("this worker drains and exits", extra={"why": why})
+            self._leave()
         if self._leave_by is not None:
             self._leave_when_done(now)
 
@@ -379,7 +382,8 @@ class DecodeWorker:
                     request, End(FinishReason.UNAVAILABLE, "this decode worker is leaving")
                 )
         if not self.scheduler.requests:
-            self.loop.end(ExitCode.STOPPED, "left")
+            is_used_up = self.rank.restart_reason is not None
+            self.loop.end(ExitCode.CANNOT_GO_ON if is_used_up else ExitCode.STOPPED, "left")
         elif now >= self._leave_by:
             for request in list(self.scheduler.requests.values()):
                 end = End(FinishReason.UNAVAILABLE, "this decode worker is leaving")
