@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pdrt.config import MooncakeConfig
+from pdrt.errors import ConfigError
+from pdrt.transfer.mooncake import library
 from pdrt.transfer.mooncake.library import (
     CPU_WHEEL,
     CUDA12_WHEEL,
     CUDA13_WHEEL,
+    check_pool,
     import_failure,
     resolved,
     settings,
@@ -96,3 +99,12 @@ def test_what_an_import_lacks() -> None:
     debian = import_failure("libibverbs.so.1: cannot open shared object file", CPU_WHEEL)
     assert "apt-get install -y libibverbs1 librdmacm1 libnuma1" in debian
     assert CPU_WHEEL in import_failure("No module named 'mooncake'", CPU_WHEEL)
+
+
+def test_a_pool_on_a_gpu_needs_the_wheel_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "installed_wheels", lambda: {CPU_WHEEL: "0.3.13"})
+    check_pool("cpu")
+    with pytest.raises(ConfigError, match=f"without CUDA; pip uninstall {CPU_WHEEL}"):
+        check_pool("cuda")
+    monkeypatch.setattr(library, "installed_wheels", lambda: {CUDA12_WHEEL: "0.3.13"})
+    check_pool("cuda")

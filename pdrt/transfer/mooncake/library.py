@@ -166,6 +166,19 @@ def unusable_wheels(installed: Mapping[str, str], wanted: str) -> str | None:
     return None
 
 
+def check_pool(device: str) -> None:
+    """Refuse a pool on a GPU whose memory the wheel that is installed would take for its own.
+
+    Raises:
+        ConfigError: names the package for this machine.
+    """
+    if device != "cpu" and any("non-cuda" in wheel for wheel in installed_wheels()):
+        raise ConfigError(
+            f"the KV pool is on {device}, and mooncake is installed without CUDA; pip uninstall "
+            f"{' '.join(installed_wheels())}, then {_install(wheel_for_this_machine())}"
+        )
+
+
 def unusable_environment(environment: Mapping[str, str], config: MooncakeConfig) -> str | None:
     """Why the library may not be used under these variables, in words."""
     if environment.get("MC_TCP_PROTO") == "1":

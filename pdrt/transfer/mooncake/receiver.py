@@ -19,7 +19,7 @@ from pdrt.protocol.messages import Segment
 from pdrt.protocol.writers import FenceKind
 from pdrt.transfer.mooncake.descriptor import NAME, MooncakeDescriptor
 from pdrt.transfer.mooncake.instance import Fence, Instance
-from pdrt.transfer.mooncake.library import load, rdma_devices, resolved
+from pdrt.transfer.mooncake.library import check_pool, load, rdma_devices, resolved
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class MooncakeReceiver:
                 "what a peer repeats of a worker that has died could be written into its "
                 "successor; start it without that, or use another --transfer"
             )
+        check_pool(pool.tensor.device.type)
         self._config = resolved(config, rdma_devices())
         self._factory = load(self._config)
         self._pool = pool

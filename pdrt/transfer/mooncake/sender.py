@@ -20,7 +20,7 @@ from pdrt.protocol.messages import Segment
 from pdrt.transfer.engine import OnSettled, WriteRequest
 from pdrt.transfer.mooncake.descriptor import NAME, MooncakeDescriptor
 from pdrt.transfer.mooncake.instance import Instance
-from pdrt.transfer.mooncake.library import TCP, load, rdma_devices, resolved
+from pdrt.transfer.mooncake.library import TCP, check_pool, load, rdma_devices, resolved
 from pdrt.transfer.mooncake.poller import (
     Accept,
     Finish,
@@ -49,6 +49,7 @@ class MooncakeSender:
         Raises:
             ConfigError: the library is not there, or not usable; says what to do.
         """
+        check_pool(pool.tensor.device.type)
         self._config = resolved(config, rdma_devices())
         self._factory = load(self._config)
         self._pool = pool
