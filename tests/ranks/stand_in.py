@@ -4,8 +4,8 @@ Each rank writes and reads its own heads of every position. Before it takes part
 reads back from its own pool what the leader has read from its own: what did not land there, landed
 in parts or in the place of something else shows on the very rank, in the first step that needs it.
 
-As with real collectives, no step ends on the leader before every rank has computed its part. A rank
-may then still be a little behind.
+As with real collectives, no step ends on the leader before every rank takes part in it. A rank may
+still be behind by then.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class RankStandIn:
         self.layout = layout
         self.pool = KvPool(own, pages, torch.device("cpu"))
         self.lag_seconds = 0.0
-        """How long a step goes on here after the leader has all that it needs of it."""
+        """How far a prefill rank is behind its leader: what that says of the pages of a step comes
+        before they are computed here."""
         self.on_step: Callable[[], None] = lambda: None
         self._part = RankPart(layout, rank, ranks, self.pool)
         self._decoder = msgspec.msgpack.Decoder(list[StandInRow])
@@ -109,7 +110,10 @@ class RankStandIn:
 
     async def step(self, body: bytes) -> None:
         self.on_step()
+        if self.lag_seconds:
+            self._ack.send(b".")
+            await asyncio.sleep(self.lag_seconds)
         for row in self._decoder.decode(body):
             self._part.compute(row)
-        self._ack.send(b".")
-        await asyncio.sleep(self.lag_seconds)
+        if not self.lag_seconds:
+            self._ack.send(b".")
