@@ -127,5 +127,7 @@ async def test_roles_that_join_one_by_one(tcp: Deployment, tiny_reference: Refer
         await streams.begin([words(tiny_reference, 100, seed=50 + n) for n in range(8)])
     streams.assert_unharmed(tiny_reference)
     for name in ("prefill-local", "decode-tcp"):
-        tcp.processes[name].kill()
-        del tcp.processes[name]
+        process = tcp.processes.pop(name)
+        process.send(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait) == 0
+        process.close()
