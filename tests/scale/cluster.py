@@ -66,6 +66,7 @@ class Cluster:
             GatewayConfig(protocol=protocol), (DIGEST,), new_incarnation(), self._channel.send
         )
         self.hosts: list[Host] = []
+        self.leaving: list[Host] = []
         self.expected: set[Incarnation] = set()
         """Workers that are to be there."""
 
@@ -113,11 +114,23 @@ class Cluster:
         decodes = [register for register in said if register.role is Role.DECODE]
         return sum(len(prefills.difference(register.paired)) for register in decodes)
 
-    def drain(self, workers: Sequence[Incarnation]) -> None:
-        """They finish what they have, and leave."""
-        for worker in workers:
+    def drain(self, asked: Host) -> None:
+        """All of its workers finish what they have, and its process ends with them: a lease whose
+        writer's last word was lost comes back with that end only."""
+        self.hosts.remove(asked)
+        self.leaving.append(asked)
+        for worker in asked.workers:
             self.hub.drain(worker)
-        self.expected.difference_update(workers)
+        self.expected.difference_update(asked.workers)
+
+    async def left(self) -> None:
+        """Whoever was asked to leave has done so, unbroken."""
+
+        def are_gone() -> bool:
+            return not any(each.process.is_alive() for each in self.leaving)
+
+        await self.until(are_gone, "processes that end")
+        assert [each.process.exitcode for each in self.leaving] == [0] * len(self.leaving)
 
     def kill(self, killed: Host) -> None:
         """SIGKILL; whoever started it tells the gateway, as `pdrt up` does."""
@@ -208,5 +221,5 @@ async def cluster(protocol: ProtocolConfig) -> AsyncIterator[Cluster]:
     finally:
         ticking.cancel()
         made._channel.close()
-        for each in made.hosts:
+        for each in (*made.hosts, *made.leaving):
             each.process.kill()
