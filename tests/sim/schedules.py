@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pdrt.protocol.decode_peers import EngineState
+from pdrt.ids import RoomId
+from pdrt.protocol.decode_peers import ENGINES_MAX, EngineState
 from pdrt.protocol.messages import Drained, FirstToken, Grant
 from tests.sim.core import Kind, Violation
 from tests.sim.fabric import Fate, InFlight
@@ -284,6 +285,30 @@ def one_worker_under_two_names(stage: Stage) -> None:
     stage.run(15.0)
 
 
+def fences_faster_than_writes_end(stage: Stage) -> None:
+    """Each generation is fenced for one write while another hangs on it: engines pile up."""
+    generations = ENGINES_MAX + 2
+    world = stage.start(EngineKind.MOONCAKE)
+    first_rooms: dict[int, RoomId] = {}
+
+    def direct(write: InFlight) -> Fate:
+        """Of each two requests, the first room of one hangs, and of the other does not settle."""
+        serial = stage.prefill.ranks[0].grants[write.room].token_ids[0]
+        is_first = first_rooms.setdefault(serial, write.room) == write.room
+        return (Fate.HANGS, Fate.LANDS_AFTER_ERROR)[serial % 2] if is_first else Fate.SUCCEEDS
+
+    world.direct = direct
+    requests = []
+    peer = stage.decode.table.pairing.peers["p0"]
+    for generation in range(1, generations + 1):
+        requests += [stage.ask((2 * generation + turn, *PROMPT)) for turn in range(2)]
+        while peer.floor <= generation:
+            stage.run(0.01)
+    stage.finish(fences=generations)
+    stage.run(4.0)
+    stage.expect_answered(*requests)
+
+
 def lands_wrong(stage: Stage) -> None:
     """The engine reports success, but a page holds something else: nobody decodes from it."""
     world = stage.start(EngineKind.TCP, kv_checksum=True)
@@ -340,6 +365,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     prefill_asleep_in_a_teardown,
     machine_asleep_after_a_revoke,
     one_worker_under_two_names,
+    fences_faster_than_writes_end,
     lands_wrong,
     lands_after_success,
     lands_after_success_for_nobody,
