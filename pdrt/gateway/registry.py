@@ -74,7 +74,7 @@ class Worker(msgspec.Struct):
     lost_by: WorkerEvent | None = None
     """Set exactly while LOST."""
     is_reachable: bool = True
-    """False from when a request could not be sent to it until it says something: gets no others."""
+    """False from when nothing could be sent to it until it says something: gets no requests."""
     unpaired: frozenset[str] = frozenset()
     """Decode: usable prefill endpoints that it was paired with, and has lost since."""
 
@@ -166,6 +166,10 @@ class Registry:
         if not self._is_untold:
             return []
         self._is_untold = False
+        return self.answers()
+
+    def answers(self) -> list[Registered]:
+        """To the newest `Register` of every decode worker."""
         return [self._answer(worker) for worker in self._of_role(Role.DECODE)]
 
     def heard(self, worker: Incarnation, now: float) -> None:
@@ -180,7 +184,7 @@ class Registry:
             worker.is_reachable, self._decodes = True, None
 
     def on_unreachable(self, worker: Incarnation) -> None:
-        """A request could not be sent to it. It may be dead, and until that is certain it would be
+        """Nothing can be sent to it. It may be dead, and until that is certain it would be
         the first choice for every other request, as it has the fewest."""
         if known := self.workers.get(worker):
             known.is_reachable, self._decodes = False, None
@@ -234,12 +238,19 @@ class Registry:
 
     def is_usable(self, worker: Worker) -> bool:
         """True for one that may be given new requests, as far as it goes by itself."""
+        return worker.is_reachable and self._is_fit(worker)
+
+    def _is_fit(self, worker: Worker) -> bool:
         return (
             worker.state is WorkerState.LIVE
-            and worker.is_reachable
             and worker.register.healthy
             and base_digest(worker.register.fingerprint.digest) in self._digests
         )
+
+    def is_cut_off(self) -> bool:
+        """A decode worker could serve but for its connection, which it may be dialling again."""
+        decodes = self._of_role(Role.DECODE)
+        return any(not worker.is_reachable and self._is_fit(worker) for worker in decodes)
 
     def prefills_for(self, decode: Worker) -> dict[str, Worker]:
         """Prefill workers by endpoint that are live, healthy, not draining, and of the same

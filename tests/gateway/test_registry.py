@@ -371,6 +371,7 @@ def test_who_cannot_be_reached_gets_nothing_until_it_is_heard(registry: Registry
         registry.on_register(message, 0.0)
     registry.on_unreachable(Incarnation(9))
     assert [worker.incarnation for worker in registry.decodes()] == [8]
+    assert registry.is_cut_off()
     registry.on_unreachable(Incarnation(8))
     ready, reasons = registry.readiness()
     assert (ready, reasons) == (False, [f"decode {n:016x}: cannot be reached" for n in (8, 9)])
@@ -378,4 +379,9 @@ def test_who_cannot_be_reached_gets_nothing_until_it_is_heard(registry: Registry
     assert [worker.incarnation for worker in registry.decodes()] == [9]
     registry.on_register(decode(8, seq=2, pairs=(1,)), 0.2)
     assert [worker.incarnation for worker in registry.decodes()] == [8, 9]
+    assert not registry.is_cut_off()
+    registry.on_unreachable(Incarnation(8))
+    registry.on_register(decode(8, seq=3, pairs=(1,), draining=True), 0.3)
+    registry.on_unreachable(Incarnation(8))
+    assert not registry.is_cut_off(), "it would serve nobody"
     registry.on_unreachable(Incarnation(77))
