@@ -20,6 +20,7 @@ from pdrt.gateway.effects import (
     Submission,
 )
 from pdrt.gateway.inspection import Inspector
+from pdrt.gateway.readiness import mismatches, readiness
 from pdrt.gateway.registry import Registry, WorkerState
 from pdrt.gateway.requests import Requests
 from pdrt.gateway.router import Router
@@ -139,7 +140,7 @@ class Hub:
         if after.state is not before:
             log.info("%s is %s", after.name, after.state.value)
             if after.state is WorkerState.LIVE:
-                for mismatch in self.registry.mismatches(after):
+                for mismatch in mismatches(self.registry, after):
                     log.warning(mismatch)
 
     def on_tick(self) -> None:
@@ -292,7 +293,7 @@ class Hub:
     def readiness(self) -> tuple[bool, list[str]]:
         if self.is_draining:
             return False, ["the gateway is shutting down"]
-        return self.registry.readiness()
+        return readiness(self.registry)
 
     def render_metrics(self) -> bytes:
         """The gateway's own metrics."""
