@@ -10,7 +10,7 @@ import msgspec
 
 from pdrt.ids import RoomId
 from pdrt.protocol.decode_peers import ENGINES_MAX, EngineState
-from pdrt.protocol.messages import Drained, FirstToken, Grant
+from pdrt.protocol.messages import Drained, FirstToken, Grant, Welcome
 from tests.sim.core import Kind, Violation
 from tests.sim.fabric import Fate, InFlight
 from tests.sim.plan import EngineKind
@@ -309,6 +309,26 @@ def fences_faster_than_writes_end(stage: Stage) -> None:
     stage.expect_answered(*requests)
 
 
+def prompt_computed_here_under_a_write(stage: Stage) -> None:
+    """Its writer falls silent and writes all the same, when decode has begun with the prompt."""
+    world = stage.start(EngineKind.LOCAL, local_prefill=True)
+    world.direct = only_first(Fate.STARTS_LATE)
+    until = world.sim.now + 2.8
+
+    def intercept(message: Any) -> Any:
+        is_said_by_prefill = isinstance(message, Welcome | FirstToken | Drained)
+        return None if is_said_by_prefill and world.sim.now < until else message
+
+    world.network.intercept = intercept
+    stage.run(1.0)
+    request = stage.ask()
+    stage.run(3.0)
+    stage.finish(fences=0)
+    stage.expect_answered(request)
+    if world.prompts_here != 1:
+        raise Violation(Kind.LIVENESS, f"{world.prompts_here} prompts were computed here")
+
+
 def lands_wrong(stage: Stage) -> None:
     """The engine reports success, but a page holds something else: nobody decodes from it."""
     world = stage.start(EngineKind.TCP, kv_checksum=True)
@@ -366,6 +386,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     machine_asleep_after_a_revoke,
     one_worker_under_two_names,
     fences_faster_than_writes_end,
+    prompt_computed_here_under_a_write,
     lands_wrong,
     lands_after_success,
     lands_after_success_for_nobody,

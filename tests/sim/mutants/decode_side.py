@@ -54,7 +54,7 @@ def free_on_timeout() -> list[Patch]:
     return [(LeaseTable, "handle_timer", handle_timer)]
 
 
-@mutant(Kind.DESTINATION)
+@mutant(Kind.DESTINATION, schedule=schedules.prompt_computed_here_under_a_write)
 def rooms_freed_for_a_prompt_that_is_computed_here() -> list[Patch]:
     """I2: … nor does it free a page that its request's prompt is computed on decode after all."""
     original = Scheduler.begin_here
