@@ -14,7 +14,7 @@ from pdrt.config import GatewayConfig, ProtocolConfig
 from pdrt.gateway.effects import Submission
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.stream import Outputs, OutputStream
-from pdrt.ids import Incarnation, new_incarnation
+from pdrt.ids import Incarnation, new_incarnation, short
 from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.protocol.gateway_messages import FinishReason, Role
 from pdrt.sampling import Sampling
@@ -105,14 +105,23 @@ class Cluster:
             known = {worker.incarnation for worker in self.hub.registry.live()}
             return known == self.expected and not self.unpaired()
 
-        await self.until(is_settled, "all pairs")
+        try:
+            await self.until(is_settled, "all pairs")
+        except AssertionError as error:
+            known = {worker.incarnation for worker in self.hub.registry.live()}
+            raise AssertionError(
+                f"{error}; missing {_names(self.expected - known)}, too many "
+                f"{_names(known - self.expected)}, not paired {self.unpaired()}"
+            ) from error
 
-    def unpaired(self) -> int:
-        """Pairs of live workers whose handshake is not over, or not known of."""
+    def unpaired(self) -> dict[str, list[str | None]]:
+        """Live decode workers, with the endpoints of live prefill workers with which their
+        handshake is not over, or not known of."""
         said = [worker.register for worker in self.hub.registry.live()]
         prefills = {register.endpoint for register in said if register.role is Role.PREFILL}
         decodes = [register for register in said if register.role is Role.DECODE]
-        return sum(len(prefills.difference(register.paired)) for register in decodes)
+        lacking = {short(each.worker): prefills.difference(each.paired) for each in decodes}
+        return {worker: sorted(rest) for worker, rest in lacking.items() if rest}
 
     def drain(self, asked: Host) -> None:
         """All of its workers finish what they have, and its process ends with them: a lease whose
@@ -202,6 +211,10 @@ class Cluster:
         for each in self.hosts:
             await asyncio.to_thread(each.process.join, HANG_SECONDS)
             assert each.process.exitcode == 0, each.role
+
+
+def _names(workers: set[Incarnation]) -> list[str]:
+    return sorted(map(short, workers))
 
 
 def _in_flight(status: dict[str, Any]) -> int:
