@@ -37,6 +37,7 @@ class StandIn:
         self.begun: Callable[[int], None] = lambda rows: None
         self.ended: Callable[[int], None] = lambda rows: None
         self._seconds = seconds
+        self._drawn_tokens = min(TOKENS, identity.vocab_size - FIRST_TOKEN)
 
     def step_age(self, now: float) -> float:
         return 0.0
@@ -45,7 +46,7 @@ class StandIn:
         self.begun(len(rows))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
-        drawn = [_drawn(row, self.identity.vocab_size) for row in rows]
+        drawn = [_drawn(row, self._drawn_tokens) for row in rows]
         result = StepResult(drawn, 0.0, [None] * len(rows), [()] * len(rows))
         seconds = self._seconds(len(rows))
         if seconds:
@@ -60,7 +61,6 @@ class StandIn:
             future.set_result(result)
 
 
-def _drawn(row: Row, vocabulary: int) -> int | None:
-    if row.sampling is None:
-        return None
-    return FIRST_TOKEN + 31 * row.end % min(TOKENS, vocabulary - FIRST_TOKEN)
+def _drawn(row: Row, tokens: int) -> int | None:
+    """One of so many."""
+    return None if row.sampling is None else FIRST_TOKEN + 31 * row.end % tokens

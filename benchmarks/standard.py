@@ -69,6 +69,10 @@ class Standard:
         server = self._settings.server
         return [await repeat(name, self._taker(name), server, repeats) for name in kept]
 
+    async def take_once(self, name: str, attempt: int) -> Figures:
+        """Raises PdrtError if a request failed."""
+        return await self._taker(name)(attempt)
+
     def _taker(self, name: str) -> Take:
         others: dict[str, Take] = {"mixed": self._mixed, "prefix": self._prefix}
         return others.get(name) or partial(self._plain, name)

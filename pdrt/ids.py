@@ -32,7 +32,7 @@ def short(incarnation: Incarnation) -> str:
     return f"{incarnation:016x}"
 
 
-class RoomId(msgspec.Struct, frozen=True, array_like=True, order=True):
+class RoomId(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """One request's hand-over. Serials count up within a decode incarnation: never reused."""
 
     decode: Incarnation
@@ -42,7 +42,7 @@ class RoomId(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{short(self.decode)}/{self.serial}"
 
 
-class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
+class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """One attempt at a client's request, named by the gateway incarnation that accepted it."""
 
     gateway: Incarnation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -19,8 +20,8 @@ from pdrt.protocol.gateway_messages import (
     Usage,
 )
 from pdrt.sampling import TokenLogprobs
-from pdrt.scheduling.decode import StepPlan
 from pdrt.scheduling.decode_request import DecodeRequest, End
+from pdrt.scheduling.step_plan import StepPlan
 from pdrt.transfer.gateway_link import GatewayLinks
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ SPAN_BY_PHASE = {
 }
 
 
-class Spoken(msgspec.Struct, frozen=True):
+class Spoken(msgspec.Struct, frozen=True, gc=False):
     """One output token of one request."""
 
     token: int
@@ -60,6 +61,8 @@ class Answers:
     def first_token(self, request: DecodeRequest, spoken: Spoken) -> None:
         """Of a room."""
         self._metrics.count_output_tokens(1)
+        if spoken.index:
+            self._metrics.observe_itl(spoken.at - request.last_token_at)
         self._links.send(self._tokens(request, spoken))
 
     def prefilled_here(self, request: DecodeRequest, now: float) -> None:
@@ -70,11 +73,12 @@ class Answers:
     def step(self, spoken: Sequence[tuple[DecodeRequest, Spoken]]) -> None:
         """What a step has yielded."""
         self._metrics.count_output_tokens(len(spoken))
+        gaps = Counter(one.at - request.last_token_at for request, one in spoken if one.index)
+        for seconds, times in gaps.items():  # most of them waited for the same two steps
+            self._metrics.observe_itl(seconds, times)
         self._links.send_step([self._tokens(request, one) for request, one in spoken])
 
     def _tokens(self, request: DecodeRequest, spoken: Spoken) -> Tokens:
-        if spoken.index:
-            self._metrics.observe_itl(spoken.at - request.last_token_at)
         request.last_token_at = spoken.at
         return Tokens(
             request.request,

@@ -9,8 +9,8 @@ from pdrt.ids import RequestId, RoomId
 from pdrt.kv.layout import KvLayout
 from pdrt.kv.pages import CACHE, Owner, OwnerKind, PageTable
 from pdrt.kv.prefix import PageKey, PrefixCache, extend_keys
-from pdrt.scheduling.decode import PagesWanted
 from pdrt.scheduling.decode_request import DecodeRequest
+from pdrt.scheduling.step_plan import PagesWanted
 
 
 class RoomPages(msgspec.Struct, frozen=True):

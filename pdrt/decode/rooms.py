@@ -1,12 +1,11 @@
-"""Admission on a decode worker: waiting requests get a room each, or are computed here; and what
-comes of the rooms.
+"""The rooms of a decode worker, from the grant to the end of the lease: what comes of each for its
+request and its pages.
 
 Ties lease table, pages and scheduler together.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from pdrt.protocol.leases import GrantRequest, Lease, LeaseState, LeaseTable
 from pdrt.protocol.messages import TURNED_AWAY, FirstTokenData, Reason
 from pdrt.sampling import TokenLogprobs
 from pdrt.scheduling.decode import DecodeScheduler
-from pdrt.scheduling.decode_request import DecodeRequest, End, LocalReason
-from pdrt.scheduling.local_prefill import PROMPTS_MAX, LocalPrefill
+from pdrt.scheduling.decode_request import DecodeRequest, End
+from pdrt.scheduling.local_prefill import LocalPrefill
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +44,8 @@ REVOKE_BY_FINISH = {
 class RoomEvents(msgspec.Struct, frozen=True):
     """What the worker hears of its rooms."""
 
-    on_open: Callable[[], None]
-    """A request has been admitted."""
+    on_free: Callable[[], None]
+    """Pages have become free, or a request waits again."""
     on_token: Callable[[DecodeRequest, FirstTokenData, Incarnation, float], None]
     """The first token of a room has been sampled, by this writer."""
     on_scores: Callable[[DecodeRequest, tuple[TokenLogprobs, ...], Incarnation], None]
@@ -60,13 +59,19 @@ class RoomEvents(msgspec.Struct, frozen=True):
 class _Room:
     """What the worker knows of one room beyond its lease."""
 
-    def __init__(self, request: RequestId, pages: RoomPages, lease: Lease) -> None:
+    def __init__(
+        self,
+        request: RequestId,
+        pages: RoomPages,
+        lease: Lease,
+        short_since: float | None,
+    ) -> None:
         self.request: RequestId | None = request
         """None once that has ended or gone on in another room."""
         self.pages = pages
         self.writer = lease.writer
         self.engine = lease.engine
-        self.short_since: float | None = None
+        self.short_since = short_since
         """When it was opened, if its prompt is so short that it could have been computed here."""
         self.first: FirstTokenData | None = None
         """Kept back until the prompt's log probabilities are there."""
@@ -85,94 +90,25 @@ class Rooms:
         local: LocalPrefill,
         metrics: Metrics,
     ) -> None:
-        """`attach` must be called before anything is admitted."""
+        """`attach` must be called before any room is opened."""
         self.table = table
-        self.is_admitting = True
-        """Cleared when the worker leaves."""
         self._pages = pages
         self._scheduler = scheduler
         self._local = local
         self._metrics = metrics
         # Exactly the rooms of the lease table.
         self._rooms: dict[RoomId, _Room] = {}
-        self._is_admission_due = False
 
     def attach(self, handover: Handover, events: RoomEvents) -> None:
         """Where effects go, and who hears what comes of rooms."""
         self._handover = handover
         self._events = events
 
-    # Admission
-
-    def admit_soon(self) -> None:
-        """Admit in the next turn of the loop: pages have become free, or a request waits."""
-        if not self._is_admission_due:
-            self._is_admission_due = True
-            asyncio.get_running_loop().call_soon(self._admit)
-
-    def _admit(self) -> None:
-        """Waiting requests, in order, while there are pages and somebody to compute their
-        prompts."""
-        self._is_admission_due = False
-        now = time.monotonic()
-        while self.is_admitting and (request := self._scheduler.head()) is not None:
-            if self.table.refuses(now) or not self._admit_one(request, now):
-                return
-
-    def _admit_one(self, request: DecodeRequest, now: float) -> bool:
-        """False when it must go on waiting."""
-        endpoint = self._choose(request)
-        why = self._local.why(request, is_paired=endpoint is not None, now=now)
-        if why is not None:
-            return self._begin_here(request, why, now)
-        if endpoint is None:
-            return False
-        if not self._is_short(request):
-            return self._lease(request, endpoint, short_since=None)
-        is_quicker_here = self._local.takes_short()
-        if is_quicker_here and self._begin_here(request, LocalReason.SHORT, now):
-            return True
-        return self._lease(request, endpoint, short_since=now)
-
-    def _is_short(self, request: DecodeRequest) -> bool:
-        limit = self._local.short_tokens_max
-        # The look-up hashes the whole prompt: only where it matters.
-        return limit > 0 and self._pages.uncached_tokens(request) <= limit
-
-    def _begin_here(self, request: DecodeRequest, why: LocalReason, now: float) -> bool:
-        """Its prompt is computed by steps of this worker, in pages of its own: nobody else writes
-        into them, so that they need no lease."""
-        if self._scheduler.prompts_here >= PROMPTS_MAX:
-            return False
-        wanted = self._scheduler.pages_here(request)
-        begin = self._pages.begin(request, wanted, self._scheduler.running)
-        if begin is None:
-            return False
-        self._scheduler.begin_here(request, why, begin.pages, begin.cached_tokens, now)
-        self._metrics.count_local_prefill_request(why.value)
-        self._events.on_open()
-        self._events.on_ready()
-        return True
-
-    def _choose(self, request: DecodeRequest) -> str | None:
-        # Of the few that are named, if one will do: this is asked for each room.
-        preferred = [name for name in request.endpoints if self.table.is_usable(name)]
-        # After a failed room the next one goes elsewhere, if there is an elsewhere.
-        choices = preferred or self.table.usable_endpoints()
-        return choices[request.rooms_failed % len(choices)] if choices else None
-
-    def _lease(self, request: DecodeRequest, endpoint: str, short_since: float | None) -> bool:
-        """Open a room, if there are pages."""
-        room, wanted = self.table.next_room(), self._scheduler.pages_wanted(request)
-        # A page for each running sequence stays available, or growth would preempt at once.
-        pages = self._pages.lease(request, room, wanted, self._scheduler.running)
-        if pages is None:
-            return False
-        self._open(request, endpoint, pages)
-        self._rooms[room].short_since = short_since
-        return True
-
-    def _open(self, request: DecodeRequest, endpoint: str, pages: RoomPages) -> None:
+    def open(
+        self, request: DecodeRequest, endpoint: str, pages: RoomPages, short_since: float | None
+    ) -> None:
+        """The room `table.next_room()`, which `pages` are leased to. `short_since`: now, if the
+        prompt is so short that it could have been computed here."""
         room, now = self.table.next_room(), time.monotonic()
         grant = GrantRequest(
             pages=pages.own,
@@ -186,8 +122,8 @@ class Rooms:
             context=request.context,
         )
         effects = self.table.grant(endpoint, grant, now)
-        self._events.on_open()
-        self._rooms[room] = _Room(request.request, pages, self.table.leases[room])
+        lease = self.table.leases[room]
+        self._rooms[room] = _Room(request.request, pages, lease, short_since)
         self._scheduler.admitted(request, room, now)
         self._handover.apply(effects)
 
@@ -296,7 +232,7 @@ class Rooms:
             if not is_turned_away:
                 self._metrics.count_recomputed_prompt_tokens(len(request.tokens))
             self._scheduler.requeue(request, now)
-            self.admit_soon()
+            self._events.on_free()
             return
         request.room = None
         reason = FINISH_BY_REASON.get(effect.reason, FinishReason.FAILED)
@@ -329,7 +265,7 @@ class Rooms:
                     "seconds": seconds,
                 },
             )
-        self.admit_soon()
+        self._events.on_free()
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""

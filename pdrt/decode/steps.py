@@ -14,28 +14,29 @@ from typing import Protocol
 
 import msgspec
 
+from pdrt.decode.admission import Admission
 from pdrt.decode.answers import Answers, Spoken
 from pdrt.decode.grammars import Grammars
 from pdrt.decode.handover import DecodeRanks
 from pdrt.decode.pages import DecodePages
 from pdrt.decode.prompt_row import prompt_row
-from pdrt.decode.rooms import Rooms
 from pdrt.errors import DeviceLost
 from pdrt.ids import Incarnation
 from pdrt.model.batch import Row, StepResult
 from pdrt.model.executor import Executor
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import TokenLogprobs
-from pdrt.scheduling.decode import DecodeScheduler, StepPlan
+from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, End, LocalReason
 from pdrt.scheduling.local_prefill import LocalPrefill
+from pdrt.scheduling.step_plan import StepPlan
 from pdrt.transfer.liveness import Liveness
 from pdrt.transfer.worker_loop import WorkerLoop
 
 log = logging.getLogger(__name__)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """What a step brought one sequence; still to be told."""
 
     request: DecodeRequest
@@ -52,8 +53,8 @@ class Computing(Protocol):
     executor: Executor
     scheduler: DecodeScheduler
     kv: DecodePages
-    rooms: Rooms
     ranks: DecodeRanks
+    admission: Admission
     grammars: Grammars
     answers: Answers
     local: LocalPrefill
@@ -128,7 +129,8 @@ class Steps:
         self._worker.answers.stepped(result.seconds, plan)
         outcomes: list[Outcome] = []
         for index, request in enumerate(plan.sequences):
-            failure = self._worker.grammars.failure(request.request)
+            has_grammar = request.sampling.grammar is not None
+            failure = self._worker.grammars.failure(request.request) if has_grammar else None
             if failure is not None:
                 outcomes.append(self._failed(request, End(FinishReason.REJECTED, failure)))
             elif request.prefills_here:
@@ -158,7 +160,7 @@ class Steps:
         if request.here is LocalReason.SHORT:
             worker.local.computed_here(now - request.phase_began_at)
         worker.scheduler.prefilled_here(request, now)
-        worker.rooms.admit_soon()  # the next prompt may begin
+        worker.admission.admit_soon()  # the next prompt may begin
         token = result.tokens[index]
         if token is None:
             return self._leave(request, None, End(FinishReason.LENGTH), scores)
@@ -228,7 +230,7 @@ class Steps:
         for outcome in outcomes:
             if outcome.end is not None:
                 worker.answers.end(outcome.request, outcome.end, now)
-                worker.rooms.admit_soon()
+                worker.admission.admit_soon()
         for request in preempted:
             worker.answers.preempted(request)
-            worker.rooms.admit_soon()
+            worker.admission.admit_soon()

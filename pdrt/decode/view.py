@@ -27,7 +27,7 @@ from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, RequestState
 from pdrt.scheduling.local_prefill import LocalPrefill
 from pdrt.transfer.gateway_link import GatewayLinks
-from pdrt.transfer.liveness import Ailment, Complaint, Liveness
+from pdrt.transfer.liveness import Ailment, Complaint, Liveness, hangs
 from pdrt.transfer.tcp.receiver import TcpReceiver
 
 ROWS_MAX = 64
@@ -107,7 +107,7 @@ class DecodeView:
     def register(self, seq: int) -> Register:
         """What it tells its gateways."""
         worker = self._worker
-        reasons = tuple(complaint.text for complaint in self.complaints())
+        complaints = self.complaints()
         limits = worker.config.scheduler
         return Register(
             role=Role.DECODE,
@@ -119,8 +119,9 @@ class DecodeView:
             requests_max=limits.queue_max + limits.max_num_seqs,
             version=__version__,
             metrics=worker.http.url + "/metrics",
-            healthy=not reasons,
-            reasons=reasons,
+            healthy=not complaints,
+            reasons=tuple(complaint.text for complaint in complaints),
+            hangs=hangs(complaints),
             draining=worker.is_leaving,
             paired=tuple(worker.table.usable_endpoints()),
             refused=self.refused_pairs(),

@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 import uvloop
 
 from pdrt.config import WorkerConfig
+from pdrt.decode.admission import Admission
 from pdrt.decode.answers import Answers, Spoken
 from pdrt.decode.early_cancels import EarlyCancels
 from pdrt.decode.grammars import GrammarEvents, Grammars
 from pdrt.decode.handover import DecodeRanks, Handover
+from pdrt.decode.judge import refusal
 from pdrt.decode.pages import DecodePages
 from pdrt.decode.rank import DecodeRank, FromDecodeRank, decode_parts
 from pdrt.decode.rooms import RoomEvents, Rooms
@@ -44,9 +46,10 @@ from pdrt.protocol.invariants import check_decode
 from pdrt.protocol.leases import LeaseTable
 from pdrt.protocol.messages import Fingerprint, FirstTokenData
 from pdrt.protocol.pairing import DecodeWorkerInfo
-from pdrt.scheduling.decode import DecodeScheduler, StepLimits
+from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
 from pdrt.scheduling.local_prefill import LocalPrefill
+from pdrt.scheduling.step_plan import StepLimits
 from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.liveness import Liveness
@@ -159,10 +162,11 @@ class DecodeWorker:
             ),
         )
         self.steps = Steps(self)
+        self.admission = Admission(self, self.steps.wake)
         self.rooms.attach(
             self.handover,
             RoomEvents(
-                self.liveness.moved,
+                self.admission.admit_soon,
                 self._take_token,
                 self.answers.scores,
                 self.steps.wake,
@@ -225,31 +229,20 @@ class DecodeWorker:
         if submit.request in self._early_cancels:
             self.table.stale["submit_after_cancel"] += 1
             return
-        refusal = self._refuse(submit)
-        if refusal is not None:
-            self.answers.refused(submit, refusal)
+        end = self._refuse(submit)
+        if end is not None:
+            self.answers.refused(submit, end)
             return
         self.scheduler.submit(submit, time.monotonic())
         if submit.sampling.grammar is not None:
             self.grammars.begin(submit.request, submit.sampling.grammar)
-        self.rooms.admit_soon()
+        self.admission.admit_soon()
 
     def _refuse(self, submit: Submit) -> End | None:
-        limit = self.executor.identity.max_model_len
-        length = len(submit.token_ids) + len(submit.output_token_ids)
-        wants_token = submit.sampling.max_tokens > len(submit.output_token_ids)
-        vocabulary = self.executor.identity.vocab_size
-        if not submit.token_ids:
-            return End(FinishReason.REJECTED, "the prompt is empty")
-        if length + wants_token > limit:
-            return End(FinishReason.REJECTED, f"{length} tokens, {limit} is the model's limit")
-        if self.executor.layout.pages_for(length + wants_token) > self.pages.total:
-            return End(FinishReason.REJECTED, f"{length} tokens do not fit into the KV pool")
-        for tokens in (submit.token_ids, submit.output_token_ids):
-            if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
-                return End(FinishReason.REJECTED, f"token ids must be below {vocabulary}")
-        if not submit.sampling.names_tokens_below(vocabulary):
-            return End(FinishReason.REJECTED, f"biased and stop tokens must be below {vocabulary}")
+        identity, layout = self.executor.identity, self.executor.layout
+        why = refusal(submit, identity, layout, self.pages.total)
+        if why is not None:
+            return End(FinishReason.REJECTED, why)
         if self._leave_by is not None:
             return End(FinishReason.UNAVAILABLE, "this decode worker is leaving")
         if self.scheduler.queued >= self.config.scheduler.queue_max:
@@ -303,7 +296,7 @@ class DecodeWorker:
         self.scheduler.remove(request)
         self.grammars.forget(request.request)
         self.answers.end(request, end, time.monotonic())
-        self.rooms.admit_soon()
+        self.admission.admit_soon()
 
     def _take_token(
         self, request: DecodeRequest, first: FirstTokenData, writer: Incarnation, now: float
@@ -334,10 +327,10 @@ class DecodeWorker:
             self._finish(request, End(FinishReason.DEADLINE, "its time is up"))
         self.local.on_tick(is_paired=bool(self.table.usable_endpoints()), now=now)
         self._give_up_unpaired(now)
-        self.rooms.admit_soon()
+        self.admission.admit_soon()
         self.links.handle_timer(now)
         may_serve = self.local.is_on or bool(self.table.usable_endpoints())
-        may_admit = self.rooms.is_admitting and may_serve
+        may_admit = self.admission.is_on and may_serve
         waiting = self.scheduler.waiting(may_admit=may_admit)
         self._watch.tick(self.executor.step_age(now), waiting, now)
         self._announce_changes(now)
@@ -369,7 +362,7 @@ class DecodeWorker:
         now = time.monotonic()
         log.info("leaving", extra={"requests": len(self.scheduler.requests)})
         self._leave_by = now + self.config.shutdown_timeout
-        self.rooms.is_admitting = False
+        self.admission.is_on = False
         self.links.announce(now)
         self._leave_when_done(now)
 

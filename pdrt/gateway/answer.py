@@ -19,11 +19,12 @@ from pdrt.gateway.events import EventWriter, names, served_by
 from pdrt.gateway.http import JsonResponse
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.responses import DONE, Head, Usage, WholeChoice
-from pdrt.gateway.stream import Outputs, OutputStream
+from pdrt.gateway.stream import Outputs, OutputStream, Received
 from pdrt.ids import short
 from pdrt.observe.http_server import DirectBody
 from pdrt.observe.tracing import Span
 from pdrt.protocol.gateway_messages import FinishReason
+from pdrt.sampling import TokenLogprobs
 
 log = logging.getLogger("pdrt.gateway")
 
@@ -195,7 +196,10 @@ class Answer:
                 if choice.finished_by is not None:
                     continue
                 before = choice.tokens_taken
-                failed = await self._advance(choice, stream, data)
+                received = stream.take()
+                if received.prompt_logprobs is not None:
+                    data.append(await self._of_prompt(choice, received.prompt_logprobs))
+                failed = self._advance(choice, stream, received, data)
                 if failed is not None:
                     break
                 running -= choice.finished_by is not None
@@ -212,15 +216,15 @@ class Answer:
                 self._hub.take(stream, self._by_serial[stream.serial].tokens_taken)
         return _COMPLETE
 
-    async def _advance(
-        self, choice: Choice, stream: OutputStream, data: list[bytes]
+    async def _of_prompt(self, choice: Choice, scores: tuple[TokenLogprobs, ...]) -> bytes:
+        begin = functools.partial(choice.push_prompt, scores)
+        return await self._work(choice.prompt_logprobs, begin)
+
+    def _advance(
+        self, choice: Choice, stream: OutputStream, received: Received, data: list[bytes]
     ) -> _Ending | None:
-        """What is new of one choice is added to `data`; how all of them end, if this one failed."""
-        received = stream.take()
-        of_prompt = received.prompt_logprobs
-        if of_prompt is not None:
-            begin = functools.partial(choice.push_prompt, of_prompt)
-            data.append(await self._work(choice.prompt_logprobs, begin))
+        """What is new of one choice's tokens, and its end, is added to `data`; how all of them end,
+        if this one failed."""
         if received.token_ids:
             data.append(choice.push(received))
             choice.tokens_taken += len(received.token_ids)

@@ -102,6 +102,15 @@ class Attempts:
     def at(self, worker: Incarnation) -> list[Attempt]:
         return [attempt for attempt in self._attempts.values() if attempt.worker == worker]
 
+    def hanging_at(self, worker: Incarnation) -> list[Attempt]:
+        """Those running that `worker` must get on: it decodes them, or computes their prompts."""
+        return [
+            attempt
+            for attempt in self._attempts.values()
+            if attempt.state is AttemptState.RUNNING
+            and worker in (attempt.worker, attempt.route.prefill if attempt.is_waiting else None)
+        ]
+
     def demand(self) -> Demand:
         return Demand(self._by_worker, self._by_prefill)
 

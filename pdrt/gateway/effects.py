@@ -48,7 +48,7 @@ class Assigned(msgspec.Struct, frozen=True):
     """Tokens that an earlier attempt computed already; 0 for the first attempt."""
 
 
-class Deliver(msgspec.Struct, frozen=True):
+class Deliver(msgspec.Struct, frozen=True, gc=False):
     """New output tokens, in order, each exactly once."""
 
     serial: int

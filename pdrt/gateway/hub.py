@@ -20,6 +20,7 @@ from pdrt.gateway.effects import (
     Submission,
 )
 from pdrt.gateway.inspection import Inspector
+from pdrt.gateway.readiness import mismatches, readiness
 from pdrt.gateway.registry import Registry, WorkerState
 from pdrt.gateway.requests import Requests
 from pdrt.gateway.router import Router
@@ -45,6 +46,9 @@ from pdrt.protocol.gateway_messages import (
 )
 
 log = logging.getLogger("pdrt.gateway")
+
+DISCONNECTED_SECONDS = 0.5
+"""libzmq tells of the end of a connection shortly before it refuses to send there."""
 
 
 class Hub:
@@ -80,6 +84,8 @@ class Hub:
         """By serial: every request of `requests`, and those ending in this very step."""
         self._reserved = 0
         """Places of requests that are about to begin."""
+        self._look_until = 0.0
+        """When every decode worker has shown again that it can be reached."""
 
     def _send(self, message: GatewayToWorker) -> bool:
         return self._send_frame(routing_id(message.worker), encode(message))
@@ -128,10 +134,13 @@ class Hub:
         if after is None:
             who = f"{message.role.value} {short(message.worker)}"
             log.warning("%s is refused: %s", who, reply.refusal)
-        elif after.state is not before:
+            return
+        if message.hangs:
+            self._apply(self.requests.on_worker_hangs(message.worker, now))
+        if after.state is not before:
             log.info("%s is %s", after.name, after.state.value)
             if after.state is WorkerState.LIVE:
-                for mismatch in self.registry.mismatches(after):
+                for mismatch in mismatches(self.registry, after):
                     log.warning(mismatch)
 
     def on_tick(self) -> None:
@@ -142,6 +151,7 @@ class Hub:
             self._on_lost(worker, "silent too long", logging.WARNING, now)
         for news in self.registry.news():
             self._send(news)
+        self._look_for_the_cut_off()
         self._probe(self.doubts.on_tick(now))
         for message in self.drains.on_tick(now):
             self._send(message)
@@ -151,6 +161,17 @@ class Hub:
         log.log(level, "%s is lost: %s", self.registry.workers[worker].name, why)
         self.router.forget(worker)
         self._apply(self.requests.on_worker_lost(worker, now))
+
+    def on_disconnected(self) -> None:
+        """The connection of some worker has ended; whose, shows when something is sent."""
+        self._look_until = self.clock() + DISCONNECTED_SECONDS
+
+    def _look_for_the_cut_off(self) -> None:
+        """Who has died or is dialling again gets no requests, and nobody is told that it serves."""
+        if self.clock() < self._look_until:
+            for answer in self.registry.answers():
+                if not self._send(answer):
+                    self.registry.on_unreachable(answer.worker)
 
     # From those who run it
 
@@ -272,7 +293,7 @@ class Hub:
     def readiness(self) -> tuple[bool, list[str]]:
         if self.is_draining:
             return False, ["the gateway is shutting down"]
-        return self.registry.readiness()
+        return readiness(self.registry)
 
     def render_metrics(self) -> bytes:
         """The gateway's own metrics."""

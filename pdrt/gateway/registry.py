@@ -1,9 +1,11 @@
-"""The workers a gateway knows, by what they last said about themselves. Pure."""
+"""The workers a gateway knows, by what they last said about themselves: who is lost, who may serve.
+
+Pure. Why nobody can serve, in words, is told by `pdrt.gateway.readiness`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from enum import Enum
 
 import msgspec
@@ -19,12 +21,6 @@ LOST_KEPT_SECONDS = 60.0
 """How long /status shows a lost worker; sooner forgotten when the table is full."""
 RETRY_SECONDS_MAX = 30
 """What a client is told to wait at most, however long nobody has served."""
-LOSSES_MAX = 4
-"""Lost workers of a role that /ready names when none is left."""
-REASONS_MAX = 16
-"""Reasons that /ready lists: enough for a person, however many workers there are."""
-DEGRADED = "degraded"
-"""How the first reason begins when requests are served, but not by a full pair."""
 
 
 class WorkerState(Enum):
@@ -57,12 +53,6 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
 }
 
 
-LOST_WORDS = {
-    WorkerEvent.SILENT: "is silent: it hangs, is stopped, or cannot be reached",
-    WorkerEvent.LEFT: "has left",
-}
-
-
 class Worker(msgspec.Struct):
     """One worker incarnation."""
 
@@ -74,7 +64,7 @@ class Worker(msgspec.Struct):
     lost_by: WorkerEvent | None = None
     """Set exactly while LOST."""
     is_reachable: bool = True
-    """False from when a request could not be sent to it until it says something: gets no others."""
+    """False from when nothing could be sent to it until it says something: gets no requests."""
     unpaired: frozenset[str] = frozenset()
     """Decode: usable prefill endpoints that it was paired with, and has lost since."""
 
@@ -89,7 +79,7 @@ class Worker(msgspec.Struct):
 
 
 class Registry:
-    """Every worker that registered; who is lost, who may serve, and why nobody can."""
+    """Every worker that registered."""
 
     def __init__(
         self,
@@ -102,7 +92,7 @@ class Registry:
         """`digests` are those of the gateway's own model (with its weights, and with dummy ones):
         a worker with another one is not used."""
         self._gateway = gateway
-        self._digests = digests
+        self.digests = digests
         self._workers_max = workers_max
         self._endpoints_max = protocol.prefill_endpoints_max
         self._clock: SilenceClock[Incarnation] = SilenceClock(
@@ -166,7 +156,11 @@ class Registry:
         if not self._is_untold:
             return []
         self._is_untold = False
-        return [self._answer(worker) for worker in self._of_role(Role.DECODE)]
+        return self.answers()
+
+    def answers(self) -> list[Registered]:
+        """To the newest `Register` of every decode worker."""
+        return [self._answer(worker) for worker in self.of_role(Role.DECODE)]
 
     def heard(self, worker: Incarnation, now: float) -> None:
         """Any message is a sign of life, but only a `Register` brings a lost worker back."""
@@ -180,7 +174,7 @@ class Registry:
             worker.is_reachable, self._decodes = True, None
 
     def on_unreachable(self, worker: Incarnation) -> None:
-        """A request could not be sent to it. It may be dead, and until that is certain it would be
+        """Nothing can be sent to it. It may be dead, and until that is certain it would be
         the first choice for every other request, as it has the fewest."""
         if known := self.workers.get(worker):
             known.is_reachable, self._decodes = False, None
@@ -234,19 +228,26 @@ class Registry:
 
     def is_usable(self, worker: Worker) -> bool:
         """True for one that may be given new requests, as far as it goes by itself."""
+        return worker.is_reachable and self._is_fit(worker)
+
+    def _is_fit(self, worker: Worker) -> bool:
         return (
             worker.state is WorkerState.LIVE
-            and worker.is_reachable
             and worker.register.healthy
-            and base_digest(worker.register.fingerprint.digest) in self._digests
+            and base_digest(worker.register.fingerprint.digest) in self.digests
         )
+
+    def is_cut_off(self) -> bool:
+        """A decode worker could serve but for its connection, which it may be dialling again."""
+        decodes = self.of_role(Role.DECODE)
+        return any(not worker.is_reachable and self._is_fit(worker) for worker in decodes)
 
     def prefills_for(self, decode: Worker) -> dict[str, Worker]:
         """Prefill workers by endpoint that are live, healthy, not draining, and of the same
         fingerprint as `decode`. Where an endpoint was taken over, the newest worker stands."""
         if self._prefills is None:
             self._prefills = {}
-            for worker in self._of_role(Role.PREFILL):
+            for worker in self.of_role(Role.PREFILL):
                 if worker.state is WorkerState.LIVE and worker.register.healthy:
                     endpoint = worker.register.endpoint
                     assert endpoint is not None
@@ -269,46 +270,14 @@ class Registry:
         """Looks at every pair: done when pairs change, not for each request."""
         return [
             worker
-            for worker in self._of_role(Role.DECODE)
+            for worker in self.of_role(Role.DECODE)
             if self.is_usable(worker) and (worker.register.local_prefill or self.is_paired(worker))
         ]
 
     def max_model_len(self) -> int | None:
         """The least of the usable decode workers' limits; None when there are none."""
-        lengths = [
-            w.register.max_model_len for w in self._of_role(Role.DECODE) if self.is_usable(w)
-        ]
+        lengths = [w.register.max_model_len for w in self.of_role(Role.DECODE) if self.is_usable(w)]
         return min(lengths, default=None)
-
-    def readiness(self) -> tuple[bool, list[str]]:
-        """Whether anybody can serve; and why no full pair can, in words, if none can."""
-        able = self.decodes()
-        if any(map(self.is_paired, able)):
-            return True, []
-        # As far as they are told: there are as many as pairs, and clients ask when nobody serves.
-        degraded = [f"{DEGRADED}: decode workers compute prompts themselves"] if able else []
-        told = dict.fromkeys(degraded)
-        for reason in self._reasons():
-            told[reason] = None
-            if len(told) == REASONS_MAX:
-                break
-        return bool(able), list(told)
-
-    def _reasons(self) -> Iterator[str]:
-        """Why no full pair can serve; the same one may come again."""
-        present = {role: self._of_role(role) for role in Role}
-        for role, workers in present.items():
-            if not workers:
-                yield from (f"no {role.value} worker", *self._losses(role))
-            for worker in workers:
-                yield from self._complaints(worker)
-        prefills = [w for w in present[Role.PREFILL] if w.state is WorkerState.LIVE]
-        for decode in present[Role.DECODE]:
-            said, paired = decode.register, frozenset(decode.register.paired)
-            for prefill in prefills:
-                is_same = prefill.register.fingerprint == said.fingerprint
-                if not is_same or prefill.register.endpoint not in paired:
-                    yield from self._pair_complaints(prefill, decode)
 
     def retry_after_seconds(self, now: float) -> int:
         """How long a client that nobody can serve is told to wait, whole seconds from 1.
@@ -323,57 +292,12 @@ class Registry:
         """Workers whose name, 16 hex digits, begins so."""
         return [w for w in self.workers.values() if short(w.incarnation).startswith(prefix)]
 
-    def _losses(self, role: Role) -> list[str]:
-        """What has become of those who were here, as long as that is known; the latest first."""
-        lost = [
-            (w.lost_at, f"{w.name} {LOST_WORDS[w.lost_by]}")
-            for w in self.workers.values()
-            if w.lost_by is not None and w.register.role is role
-        ]
-        return [words for _, words in sorted(lost, reverse=True)[:LOSSES_MAX]]
-
-    def _complaints(self, worker: Worker) -> list[str]:
-        if worker.state is WorkerState.DRAINING:
-            return [f"{worker.name}: draining"]
-        if not worker.is_reachable:
-            return [f"{worker.name}: cannot be reached"]
-        theirs = worker.register.fingerprint.digest
-        if base_digest(theirs) not in self._digests:
-            ours = " or ".join(self._digests)
-            return [f"{worker.name}: model digest {theirs}, the gateway's is {ours}"]
-        if not worker.register.healthy:
-            return [f"{worker.name}: {r}" for r in worker.register.reasons or ("not healthy",)]
-        return []
-
-    def mismatches(self, worker: Worker) -> list[str]:
-        """Live workers of the other role that `worker` can never be paired with, and why."""
-        role, other = worker.register.role, Role.PREFILL
-        if role is Role.PREFILL:
-            other = Role.DECODE
-        found: list[str] = []
-        for peer in self._of_role(other):
-            if differences := worker.register.fingerprint.differences(peer.register.fingerprint):
-                what = ", ".join(differences)
-                found.append(f"{worker.name} and {peer.name} cannot be paired: {what}")
-        return found[:REASONS_MAX]
-
-    def _pair_complaints(self, prefill: Worker, decode: Worker) -> list[str]:
-        """Of two that are not paired."""
-        differences = prefill.register.fingerprint.differences(decode.register.fingerprint)
-        if differences:
-            what = ", ".join(differences)
-            return [f"{prefill.name} and {decode.name} cannot be paired: {what}"]
-        if decode.register.refused:
-            return [f"{decode.name}: {refused}" for refused in decode.register.refused]
-        if prefill.register.endpoint in decode.unpaired:
-            return [f"{decode.name} has lost {prefill.name}"]
-        return [f"{prefill.name} and {decode.name}: handshake not finished"]
-
     def live(self) -> list[Worker]:
         """Those that are not lost, draining ones included."""
         return [w for w in self.workers.values() if w.state is not WorkerState.LOST]
 
-    def _of_role(self, role: Role) -> list[Worker]:
+    def of_role(self, role: Role) -> list[Worker]:
+        """Those that are not lost."""
         return [worker for worker in self.live() if worker.register.role is role]
 
     def check_invariants(self) -> None:

@@ -19,14 +19,6 @@ class Failure(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Waiting(msgspec.Struct, frozen=True):
-    """A request that has begun, and finds no decode worker to go on with."""
-
-    until: float
-    failure: Failure
-    """How it ends then."""
-
-
 class RequestState(msgspec.Struct):
     submission: Submission
     prompt: Prompt
@@ -40,16 +32,22 @@ class RequestState(msgspec.Struct):
     """Of those, taken by the client."""
     attempt: Attempt | None = None
     """The only one whose tokens count; None only while the next is being chosen or waited for."""
-    waiting: Waiting | None = None
-    """Set exactly while there is no attempt because nobody can serve it."""
+    waiting: Failure | None = None
+    """Set exactly while there is no attempt because nobody can serve it: how it ends if nobody
+    comes who can."""
+    waits_since: float | None = None
+    """When it first had to wait, since its last token. None if it has not."""
     was_lost: bool = False
-    """A worker was lost that had it."""
+    """A worker that had it was lost, or hangs."""
     attempts: int = 0
     handed_on: int = 0
     """Of those, the ones that a worker gave up in good order, as it left, or never had. They bound
-    themselves: none of these workers is asked again."""
+    themselves: none of these workers is asked again, unless it could not be reached, and then not
+    before the request has waited."""
     tried: set[Incarnation] = set()
     refused: set[Incarnation] = set()
+    unreached: set[Incarnation] = set()
+    """Its `Submit` could not be sent to them, since the request waited last."""
     cached_tokens: int = 0
 
     @property

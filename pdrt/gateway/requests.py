@@ -5,7 +5,8 @@ mid-stream the next one continues with the tokens that exist: the draw of a toke
 and position only, so the client cannot tell. Every method returns effects, in order.
 
 A request that has begun and finds no decode worker any more waits for one, within a bound: its
-worker may be starting anew. One that has not begun is refused at once.
+worker may be starting anew. One that has not begun is refused at once, unless all that is missing
+is a connection: that may be back in a moment.
 
 Log probabilities of the prompt are asked for until they have come once. Output is held back until
 then, as an answer begins with them: an attempt that ends before leaves nothing behind, and the next
@@ -28,7 +29,7 @@ from pdrt.gateway.effects import (
     Submission,
 )
 from pdrt.gateway.prefix_index import Prompt
-from pdrt.gateway.request_state import Failure, RequestState, Waiting
+from pdrt.gateway.request_state import Failure, RequestState
 from pdrt.gateway.router import Route, Routing
 from pdrt.ids import Incarnation, RequestId
 from pdrt.protocol.gateway_messages import (
@@ -53,7 +54,10 @@ RETRIED = frozenset({FinishReason.FAILED, FinishReason.UNAVAILABLE, FinishReason
 """Another worker may do better. CANCELLED: the worker took this gateway for lost."""
 WAITING_LOOK_SECONDS = 0.25
 """How often those that wait for a decode worker look for one."""
+REDIAL_SECONDS_MAX = 3.0
+"""A connection that was cut is dialled again within a second, and used with the next heartbeat."""
 LOST = Failure(FinishReason.UNAVAILABLE, "the decode worker was lost")
+HANGS = Failure(FinishReason.UNAVAILABLE, "the worker that had it hangs")
 
 
 class Requests:
@@ -150,12 +154,12 @@ class Requests:
             self._router.learn(attempt.route, message.prefill, message.cached_tokens)
         if message.first_index > received:
             detail = f"tokens {received} to {message.first_index - 1} are missing"
-            return self._give_up(attempt, "gap", detail, now)
+            return self._give_up(attempt, "gap", Failure(FinishReason.FAILED, detail), now)
         sampling = request.submission.sampling
         asked = len(message.token_ids) if sampling.logprobs is not None else 0
         if len(message.logprobs) != asked:
             detail = f"{len(message.logprobs)} log probabilities came, not {asked}"
-            return self._give_up(attempt, "logprobs", detail, now)
+            return self._give_up(attempt, "logprobs", Failure(FinishReason.FAILED, detail), now)
         fresh = slice(received - message.first_index, sampling.max_tokens - message.first_index)
         token_ids = message.token_ids[fresh]
         if len(token_ids) < len(message.token_ids):
@@ -163,6 +167,7 @@ class Requests:
         if not token_ids:
             return []
         request.output.extend(token_ids)
+        request.waits_since = None
         cached, logprobs = request.cached, message.logprobs[fresh]
         deliver = Deliver(serial, token_ids, cached, logprobs, message.prefill)
         if request.lacks_prompt_logprobs:
@@ -182,7 +187,7 @@ class Requests:
         asked = len(request.submission.token_ids) - 1
         if len(message.logprobs) != asked:
             detail = f"{len(message.logprobs)} log probabilities of the prompt came, not {asked}"
-            return self._give_up(attempt, "logprobs", detail, now)
+            return self._give_up(attempt, "logprobs", Failure(FinishReason.FAILED, detail), now)
         request.cached_tokens = message.cached_tokens
         request.lacks_prompt_logprobs = False
         held, request.held = request.held, []
@@ -201,10 +206,9 @@ class Requests:
         attempt.heard = now
         return attempt
 
-    def _give_up(self, attempt: Attempt, why: str, detail: str, now: float) -> list[Effect]:
+    def _give_up(self, attempt: Attempt, why: str, failure: Failure, now: float) -> list[Effect]:
         """This attempt's output cannot be used any more: the next one."""
         cancel = self._attempts.cancel(attempt, AttemptEvent.GAP, why, now)
-        failure = Failure(FinishReason.FAILED, detail)
         return [cancel, *self._next_attempt(attempt.id.serial, failure, now)]
 
     def on_finished(self, message: Finished, now: float) -> list[Effect]:
@@ -242,7 +246,7 @@ class Requests:
         request = self._requests[request_id.serial]
         attempt = request.attempt
         assert attempt is not None and attempt.id == request_id
-        request.refused.add(attempt.worker)
+        request.unreached.add(attempt.worker)
         request.handed_on += 1
         self._attempts.move(attempt, AttemptEvent.UNDELIVERED)
         failure = Failure(FinishReason.UNAVAILABLE, "the decode worker cannot be reached")
@@ -256,6 +260,15 @@ class Requests:
             if was_running:
                 self._requests[attempt.id.serial].was_lost = True
                 effects += self._next_attempt(attempt.id.serial, LOST, now)
+        return effects
+
+    def on_worker_hangs(self, worker: Incarnation, now: float) -> list[Effect]:
+        """It says so, perhaps again and again. What it has goes on elsewhere; each such attempt
+        counts, as it may be the request itself that no forward returns from."""
+        effects: list[Effect] = []
+        for attempt in self._attempts.hanging_at(worker):
+            self._requests[attempt.id.serial].was_lost = True
+            effects += self._give_up(attempt, "hangs", HANGS, now)
         return effects
 
     # Events of time
@@ -282,14 +295,10 @@ class Requests:
 
     def _look(self, serial: int, request: RequestState, now: float) -> list[Effect]:
         """A worker for one that waits, or its end."""
-        waiting, request.waiting = request.waiting, None
-        assert waiting is not None
-        effects = self._next_attempt(serial, waiting.failure, now)
-        if request.waiting is not None:
-            request.waiting = waiting
-            if now >= waiting.until:
-                return self._end(serial, waiting.failure.reason, waiting.failure.detail)
-        return effects
+        failure, request.waiting = request.waiting, None
+        assert failure is not None
+        request.unreached.clear()  # the router knows who still is
+        return self._next_attempt(serial, failure, now)
 
     def _cancel(self, request: RequestState, why: str, now: float) -> list[Effect]:
         """What runs upstream, if anything."""
@@ -322,15 +331,24 @@ class Requests:
         route = None
         may_go_on = request.attempts - request.handed_on < self._attempts_max
         if may_go_on:
-            demand = self._attempts.demand()
-            route = self._router.choose(demand, request.prompt, request.tried, request.refused)
-        if route is None:
-            if may_go_on and request.has_begun and failure.reason is FinishReason.UNAVAILABLE:
-                until = now + self._worker_wait_seconds
-                request.waiting = Waiting(until, failure)
-                return []
-            return self._end(serial, failure.reason, failure.detail)
-        return self._submit(serial, request, route, now)
+            demand, excluded = self._attempts.demand(), request.refused | request.unreached
+            route = self._router.choose(demand, request.prompt, request.tried, excluded)
+        if route is not None:
+            return self._submit(serial, request, route, now)
+        may_wait = may_go_on and failure.reason is FinishReason.UNAVAILABLE
+        if may_wait and self._goes_on_waiting(request, now):
+            request.waiting = failure
+            return []
+        return self._end(serial, failure.reason, failure.detail)
+
+    def _goes_on_waiting(self, request: RequestState, now: float) -> bool:
+        """For somebody who can serve it."""
+        seconds = self._worker_wait_seconds
+        if not request.has_begun:
+            seconds = min(seconds, REDIAL_SECONDS_MAX) if self._router.is_cut_off() else 0.0
+        if request.waits_since is None:
+            request.waits_since = now
+        return now < request.waits_since + seconds
 
     def _submit(self, serial: int, request: RequestState, route: Route, now: float) -> list[Effect]:
         submission, output = request.submission, request.output

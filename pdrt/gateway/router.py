@@ -65,6 +65,8 @@ class Routing(Protocol):
         refused: Collection[Incarnation],
     ) -> Route | None: ...
 
+    def is_cut_off(self) -> bool: ...
+
     def learn(self, route: Route, prefill: Incarnation | None, cached_tokens: int) -> None: ...
 
 
@@ -156,6 +158,10 @@ class Router:
 
     def _last(self, worker: Worker) -> tuple[int, Incarnation]:
         return self._turns.get(worker.incarnation, 0), worker.incarnation
+
+    def is_cut_off(self) -> bool:
+        """See `Registry.is_cut_off`: who can serve may be there again in a moment."""
+        return self._registry.is_cut_off()
 
     def learn(self, route: Route, prefill: Incarnation | None, cached_tokens: int) -> None:
         """`prefill` has computed a prompt sent by `route`, but for `cached_tokens` that it had."""

@@ -110,6 +110,7 @@ async def serve(
         raise ConfigError(f"{taken}; choose another --worker-port") from taken
     hub = Hub(config, digests, incarnation, channel.send)
     channel.on_refused = lambda failure: hub.metrics.count_refused_peer(failure.value)
+    channel.on_disconnected = hub.on_disconnected
     server = HttpServer(
         build_app(hub, model, config),
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -11,7 +11,7 @@ from pdrt.ids import Incarnation
 from pdrt.sampling import TokenLogprobs
 
 
-class Received(msgspec.Struct, frozen=True):
+class Received(msgspec.Struct, frozen=True, gc=False):
     """What there is to pass on of one output."""
 
     token_ids: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pdrt.gateway.readiness import readiness
 from pdrt.gateway.registry import Registry, WorkerState
 from pdrt.gateway.requests import Requests
 from pdrt.observe.metrics import Metrics
@@ -26,6 +27,6 @@ def set_gauges(metrics: Metrics, registry: Registry, requests: Requests, streams
     )
     waiting = requests.waiting
     metrics.set_in_flight({"open": streams - waiting, "waiting": waiting})
-    can_serve, reasons = registry.readiness()
+    can_serve, reasons = readiness(registry)
     metrics.set_ready(can_serve and not reasons)
     metrics.set_attempts(requests.attempts)

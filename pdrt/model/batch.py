@@ -29,7 +29,7 @@ class Matcher(Protocol):
         come next: never none of them."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step: a prefill chunk, or the one token of a decode step."""
 
     token_ids: Sequence[int]

@@ -26,7 +26,7 @@ from pdrt.protocol.rooms import Room, RoomState, RoomTable
 from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.scheduling.prefill_job import PrefillJob
 from pdrt.transfer.gateway_link import GatewayLinks
-from pdrt.transfer.liveness import Ailment, Complaint, Liveness
+from pdrt.transfer.liveness import Ailment, Complaint, Liveness, hangs
 
 ROWS_MAX = 64
 """Rooms listed in a status, the newest; the rest is counted. A gateway asks every worker for its
@@ -90,7 +90,7 @@ class PrefillView:
     def register(self, seq: int) -> Register:
         """What it tells its gateways."""
         worker = self._worker
-        reasons = tuple(complaint.text for complaint in self.complaints())
+        complaints = self.complaints()
         return Register(
             role=Role.PREFILL,
             worker=worker.incarnation,
@@ -101,8 +101,9 @@ class PrefillView:
             requests_max=worker.config.protocol.rooms_max,
             version=__version__,
             metrics=worker.http.url + "/metrics",
-            healthy=not reasons,
-            reasons=reasons,
+            healthy=not complaints,
+            reasons=tuple(complaint.text for complaint in complaints),
+            hangs=hangs(complaints),
             draining=worker.is_leaving,
             load=self.load(),
         )

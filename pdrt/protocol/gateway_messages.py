@@ -71,6 +71,8 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     healthy: bool = True
     reasons: tuple[str, ...] = ()
     """Why it is not healthy, in words."""
+    hangs: bool = False
+    """A forward does not return: nothing that it has will get on, for all anybody knows."""
     draining: bool = False
     """Takes no new requests, finishes those it has."""
     paired: tuple[str, ...] = ()
@@ -82,7 +84,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     """Decode: it computes prompts itself when it is paired with nobody."""
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
+class Tokens(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Output tokens of one request, from `first_index` on (0: the first output token)."""
 
     request: RequestId

@@ -15,7 +15,6 @@ the next one are taken ahead, as if every sequence went on.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 import msgspec
 
@@ -27,48 +26,7 @@ from pdrt.sampling import Sampling
 from pdrt.scheduling.decode_request import DecodeRequest, LocalReason, RequestState
 from pdrt.scheduling.local_prefill import share_out
 from pdrt.scheduling.prefill import SCORED_TOKENS_MAX
-
-
-class PagesWanted(msgspec.Struct, frozen=True):
-    """Of one room: pages of the prompt, and pages that its request needs to begin with."""
-
-    written: int
-    leased: int
-
-
-class StepLimits(msgspec.Struct, frozen=True):
-    """How much one step computes at most."""
-
-    sequences: int
-    tokens: int
-    """Of prompts, while no sequence decodes."""
-    tokens_beside: int
-    """Of prompts, beside sequences that decode: their next tokens come so much later."""
-
-
-class StepPlan(msgspec.Struct, frozen=True):
-    """What the next step computes, and who had to give up pages for it."""
-
-    sequences: tuple[DecodeRequest, ...]
-    """Each feeds `step_tokens` tokens, from position `computed` on."""
-    preempted: tuple[DecodeRequest, ...]
-    tokens: int
-    prompt_tokens: int
-    """Of `tokens`, those of prompts that are computed here."""
-
-
-class SequencePool(Protocol):
-    """What the scheduler asks of the pool; the worker owns it."""
-
-    @property
-    def available(self) -> int:
-        """Pages that `take` could give now."""
-
-    def take(self, request: DecodeRequest, count: int) -> list[int]:
-        """Pages for a sequence, or PoolExhausted."""
-
-    def give_back(self, request: DecodeRequest) -> None:
-        """Take a sequence's pages back; what it has computed is sound."""
+from pdrt.scheduling.step_plan import PagesWanted, SequencePool, StepLimits, StepPlan
 
 
 class DecodeScheduler:
@@ -118,9 +76,10 @@ class DecodeScheduler:
     def _computable(self, request: DecodeRequest) -> int:
         """How many of its tokens may be fed now: none while its client does not read, so that
         nothing piles up; and its last one not before it is known what may come next."""
-        if request.output_tokens - request.tokens_taken >= self._stream_tokens_max:
+        tokens = len(request.tokens)
+        if tokens - request.prompt_tokens - request.tokens_taken >= self._stream_tokens_max:
             return 0
-        return len(request.tokens) - request.computed - request.awaits_grammar
+        return tokens - request.computed - request.awaits_grammar
 
     # In and out
 
@@ -248,7 +207,7 @@ class DecodeScheduler:
             assert not request.is_in_step, request.request
             if request.state is not RequestState.RUNNING or self._computable(request) <= 0:
                 continue
-            if request.prefills_here:
+            if request.here is not None:
                 prompts.append(request)
             elif self._grow(request, pool, preempted, now):
                 request.step_tokens = 1
@@ -308,8 +267,9 @@ class DecodeScheduler:
 
     def stepped(self, request: DecodeRequest) -> None:
         """A step with this request in it is over: the KV of what it fed is in the pool."""
+        assert request.is_in_step, request.request
         request.computed += request.step_tokens
-        self.step_failed(request)
+        request.step_tokens = 0
 
     def step_failed(self, request: DecodeRequest) -> None:
         """A step with this request in it is over, and yielded nothing."""

@@ -77,11 +77,13 @@ class _Channel:
         self._is_read_due = False
         self.on_refused: Callable[[Failure], None] = lambda failure: None
         """A handshake has failed; for whoever counts them."""
+        self.on_disconnected: Callable[[], None] = lambda: None
+        """A connection has ended, whosever it was."""
 
     def _start(self, socket: zmq.Socket[bytes]) -> None:
         """From now on this is the channel's socket. Raises OSError, as `_make_socket`."""
         try:
-            self._watch = HandshakeWatch(socket, self._handshake_failed)
+            self._watch = HandshakeWatch(socket, self._handshake_failed, self._disconnected)
         except OSError:
             socket.close()
             raise
@@ -106,6 +108,9 @@ class _Channel:
 
     def _handshake_failed(self, failure: Failure) -> None:
         raise NotImplementedError
+
+    def _disconnected(self) -> None:
+        self.on_disconnected()
 
     def _receive(self) -> list[bytes] | None:
         if self._socket.closed:

@@ -122,16 +122,25 @@ class Authenticator:
 
 
 class HandshakeWatch:
-    """Tells of the handshakes of one socket that fail."""
+    """Tells of the handshakes of one socket that fail, and of connections that end."""
 
-    def __init__(self, socket: zmq.Socket[bytes], on_failed: Callable[[Failure], None]) -> None:
-        """Raises OSError: this process can open nothing more, for now."""
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_failed: Callable[[Failure], None],
+        on_disconnected: Callable[[], None],
+    ) -> None:
+        """`on_disconnected` may be told of a failed handshake too.
+
+        Raises OSError: this process can open nothing more, for now.
+        """
         self._watched = socket
         self._on_failed = on_failed
+        self._on_disconnected = on_disconnected
         self._loop = asyncio.get_running_loop()
         endpoint = f"inproc://handshakes-{socket.FD}"
         try:
-            socket.monitor(endpoint, _FAILED)
+            socket.monitor(endpoint, _FAILED | zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as error:
             raise OSError(error.errno, error.strerror) from error
         self._events = open_socket(socket.context, zmq.PAIR)
@@ -152,7 +161,10 @@ class HandshakeWatch:
             except zmq.Again:
                 return
             event, value = _EVENT.unpack(parts[0])
-            self._on_failed(_failure(event, value))
+            if event == zmq.EVENT_DISCONNECTED:
+                self._on_disconnected()
+            else:
+                self._on_failed(_failure(event, value))
         self._loop.call_soon(self._read_some)
 
     def close(self) -> None:

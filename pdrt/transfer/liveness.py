@@ -6,11 +6,12 @@ one whose forwards fail one after the other: it looks idle, and would draw every
 
 What cannot speak is not judged here: a loop that stands still is told by its silence, to peers,
 gateways, `pdrt up` and whoever asks for /health. Whoever was itself asleep blames nobody, itself
-included: time in which the loop did not turn does not count.
+included: of a pause in which the loop did not turn, no more counts than a tick may be late.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
@@ -43,6 +44,11 @@ class Complaint(msgspec.Struct, frozen=True):
 
     ailment: Ailment
     text: str
+
+
+def hangs(complaints: Sequence[Complaint]) -> bool:
+    """A forward does not return."""
+    return any(complaint.ailment is Ailment.FORWARD_HANGS for complaint in complaints)
 
 
 class Liveness:
@@ -88,7 +94,8 @@ class Liveness:
         """`step_age`: of the forward that runs, seconds since it was begun; 0 when none does.
         `waiting`: pieces of work that this worker could do something about."""
         pause, self._ticked_at = now - self._ticked_at, now
-        slept = pause if pause > self._tick_late_seconds else 0.0
+        # Not all of it: a loop that is late at every tick is slow, and judges itself in the end.
+        slept = max(0.0, pause - self._tick_late_seconds)
         if step_age < self._step_age:
             self._step_slept = 0.0
         self._step_age = step_age

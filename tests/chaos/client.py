@@ -14,7 +14,7 @@ import msgspec
 
 from tests.chaos.shapes import Answer, Shape, salted
 
-HANG_SECONDS = 180.0
+HANG_SECONDS = 300.0
 """Nobody waits longer for anything. A bound on hangs, not a claim on speed."""
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 BUSY = frozenset({429, 500, 502, 503, 504})

@@ -62,7 +62,7 @@ def test_configs_of_the_roles() -> None:
     assert (gateway.host, gateway.port, gateway.api.api_key) == ("0.0.0.0", 9000, ("k",))
     assert (gateway.worker_host, gateway.worker_port) == ("127.0.0.1", 9001)
     assert (gateway.model, gateway.served_model_name) == ("/models/smol", "smollm2-135m-instruct")
-    assert gateway.cpus == "0", "beside prefill"
+    assert gateway.cpus == "0-1", "where there is time"
     validate(gateway, has_cuda=False)
     decode = deployment.workers["decode-0"]
     assert (decode.host, decode.port, decode.observe.log_level) == ("127.0.0.1", 0, "debug")

@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
-HANG_SECONDS = 60.0
+HANG_SECONDS = 180.0
 
 
 class Up:

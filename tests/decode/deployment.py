@@ -38,7 +38,7 @@ from pdrt.transfer.rank_children import RankChild
 from pdrt.transfer.worker_loop import ExitCode
 from tests.prefill.executor import StandInExecutor, output_of
 
-HANG_SECONDS = 30.0
+HANG_SECONDS = 120.0
 """Nothing here takes seconds; whoever waits longer than this hangs."""
 NEVER = 1e8
 FRAME_BYTES = 1 << 20

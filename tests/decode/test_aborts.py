@@ -139,7 +139,7 @@ class Storm:
     async def run(self, waves: int, clients: int, ends: set[FinishReason]) -> list[FinishReason]:
         """How each of them ended, one of `ends`; what it had been told until then was right."""
         found: list[FinishReason] = []
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(300):
             for wave in range(waves):
                 numbers = range(clients * wave, clients * wave + clients)
                 found += await asyncio.gather(*map(self._client, numbers))

@@ -217,7 +217,7 @@ async def test_the_writer_dies_while_its_pages_are_compared() -> None:
 
 
 async def test_a_worker_ends_in_the_middle_of_a_comparison() -> None:
-    async with asyncio.timeout(30), deployed(kv_checksum=True) as pair:
+    async with asyncio.timeout(120), deployed(kv_checksum=True) as pair:
         comparisons = Comparisons(pair.decode)
         comparisons.close()
         pair.submit(prompt(10), 6)

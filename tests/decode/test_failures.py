@@ -262,7 +262,7 @@ async def test_a_gateway_that_is_lost_takes_its_requests_along() -> None:
 
 async def test_a_gateway_that_falls_silent() -> None:
     deployment = Deployment(GatewayPeer())
-    protocol = msgspec.structs.replace(PROTOCOL, silence_seconds=0.4)
+    protocol = msgspec.structs.replace(PROTOCOL, silence_seconds=0.4, tick_late_seconds=0.1)
     deployment.add_prefill(StandInExecutor(64), deployment.config(PROTOCOL))
     decode = deployment.add_decode(StandInExecutor(64), deployment.config(protocol))
     await deployment.paired()

@@ -75,11 +75,13 @@ async def test_a_forward_that_hangs_turns_ready_red_until_it_returns(pair: Pair,
     assert (status, body["ready"]) == (503, False)
     assert "a forward has been running for 61 s" in body["reasons"][0]
     assert ailments(worker) == {"forward_hangs"}
+    assert pair.gateway.registers[worker.incarnation].hangs
     assert (await probe(worker.http, "/health"))[0] == 200, "it may come back: nobody restarts it"
     executor.age = 0.0
     executor.gate.set()
     assert (await stream.end()).reason is FinishReason.LENGTH
     await told(pair, worker, healthy=True)
+    assert not pair.gateway.registers[worker.incarnation].hangs
     assert (await probe(worker.http)) == (200, {"ready": True, "reasons": []})
     assert ailments(worker) == set()
 
@@ -140,25 +142,24 @@ async def test_a_queue_in_which_nothing_moves(monkeypatch: pytest.MonkeyPatch) -
     """Admission is broken; forwards, heartbeats and probes are not."""
     scheduler = msgspec.structs.replace(SCHEDULER, stall_seconds_max=0.3)
     async with deployed(scheduler=scheduler) as pair:
-        monkeypatch.setattr(pair.decode.rooms, "_admit", lambda: None)
-        pair.decode.rooms._is_admission_due = False
+        monkeypatch.setattr(pair.decode.admission, "_admit_one", lambda request, now: False)
         stream = pair.submit(prompt_of(10), 4)
         reason = await told(pair, pair.decode, healthy=False)
         assert "while 1 wait" in reason
         monkeypatch.undo()
-        pair.decode.rooms._is_admission_due = False
         assert (await stream.end()).reason is FinishReason.LENGTH
         await told(pair, pair.decode, healthy=True)
 
 
 async def test_a_client_that_does_not_read_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = msgspec.structs.replace(SCHEDULER, stall_seconds_max=0.1, stream_tokens_max=3)
-    async with deployed(scheduler=scheduler) as pair:
+    scheduler = msgspec.structs.replace(SCHEDULER, stall_seconds_max=0.3, stream_tokens_max=3)
+    protocol = msgspec.structs.replace(PROTOCOL, tick_late_seconds=0.05)
+    async with deployed(protocol=protocol, scheduler=scheduler) as pair:
         stream = pair.submit(prompt_of(10), 8)
         await stream.reach(3)
         ticks = pair.decode.metrics._lag.counts
         before = sum(ticks)
-        await until(lambda: sum(ticks) > before + 30, "ticks of 0.01 s")
+        await until(lambda: sum(ticks) > before + 60, "ticks of 0.01 s")
         assert "not healthy" not in caplog.text
         pair.gateway.credit(pair.decode.incarnation, stream, 8)
         assert (await stream.end()).reason is FinishReason.LENGTH

@@ -231,7 +231,7 @@ async def test_a_client_leaves_between_prefills_end_and_decodes_admission(pair: 
 async def test_a_gateways_end_reaches_prefill_too() -> None:
     """Within the silence that makes it a lost one: prefill computes no further chunk for it."""
     deployment = Deployment(GatewayPeer())
-    protocol = msgspec.structs.replace(PROTOCOL, silence_seconds=0.4)
+    protocol = msgspec.structs.replace(PROTOCOL, silence_seconds=0.4, tick_late_seconds=0.1)
     prefill = deployment.add_prefill(StandInExecutor(64), deployment.config())
     decode = deployment.add_decode(StandInExecutor(64), deployment.config(protocol))
     await deployment.paired()

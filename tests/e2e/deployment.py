@@ -26,7 +26,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
-HANG_SECONDS = 180.0
+HANG_SECONDS = 300.0
 """Nothing here waits longer. A bound on hangs, not a claim on speed."""
 POLL_SECONDS = 0.05
 MARK = "E2E_DEPLOYMENT"
@@ -159,7 +159,7 @@ class Deployment:
         self._serial = 0
         self._mark = uuid.uuid4().hex
         self._cpus = itertools.cycle(CPUS)
-        self._http = httpx2.Client(timeout=30.0, trust_env=False)
+        self._http = httpx2.Client(timeout=HANG_SECONDS, trust_env=False)
 
     def __enter__(self) -> Deployment:
         live.append(self)

@@ -22,7 +22,7 @@ from pdrt.protocol.gateway_messages import Role
 from tests.gateway.stand_in import StandIn
 from tests.model.tiny import EOS_ID, make_tokenizer
 
-HANG_SECONDS = 20.0
+HANG_SECONDS = 120.0
 """Nothing here takes a second; a test that waits longer than this hangs."""
 PREFILL_ENDPOINT = "tcp://127.0.0.1:7001"
 KEY = "secret-key"
@@ -93,6 +93,14 @@ class Deployment:
             await asyncio.sleep(0.01)
         raise AssertionError("never ready")
 
+    async def until_unready(self, reason: str) -> None:
+        for _ in range(int(HANG_SECONDS / 0.01)):
+            answer = await self.http.get("/ready")
+            if answer.status_code == 503 and answer.json()["reasons"] == [reason]:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"always ready, or not because {reason}")
+
     async def known(self, worker: StandIn) -> None:
         await eventually(lambda: worker.registered, "registered")
 
@@ -124,7 +132,9 @@ def deploy(tokenizer: Tokenizer) -> Iterator[Deploy]:
         max_model_len = fields.pop("max_model_len", 512)
         used: Tokenizer = fields.pop("tokenizer", tokenizer)
         api = ApiConfig(**fields.pop("api", {}))
-        protocol = ProtocolConfig(silence_seconds=0.5, **fields.pop("protocol", {}))
+        # All live on one loop: when it stands still, nobody is silent.
+        times = {"silence_seconds": 0.5, "tick_late_seconds": 0.2}
+        protocol = ProtocolConfig(**times | fields.pop("protocol", {}))
         config = GatewayConfig(
             port=0, worker_port=0, shutdown_timeout=0.2, protocol=protocol, api=api, **fields
         )

@@ -62,8 +62,13 @@ class StandIn:
         self.answers_cancels = True
         self._decoder: Decoder[GatewayToWorker] = Decoder(GatewayToWorker, FRAME_BYTES_MAX)
         self._seq = 0
+        self._gateway = gateway
+        self.dial()
+
+    def dial(self) -> None:
+        """Also after `hang_up`."""
         self._channel = DealerChannel(
-            f"tcp://{gateway}", routing_id(self.worker), self._on_frame, FRAME_BYTES_MAX
+            f"tcp://{self._gateway}", routing_id(self.worker), self._on_frame, FRAME_BYTES_MAX
         )
         self._heartbeat = asyncio.get_running_loop().create_task(self._beat())
 
@@ -124,10 +129,14 @@ class StandIn:
                 if self.report is not None:
                     self.send(msgspec.structs.replace(self.report, serial=serial))
 
-    def die(self) -> None:
-        """As after SIGKILL: nothing more is said."""
+    def hang_up(self) -> None:
+        """Its connection ends; it lives."""
         self._heartbeat.cancel()
         self._channel.close()
+
+    def die(self) -> None:
+        """As after SIGKILL: nothing more is said."""
+        self.hang_up()
 
 
 def scored(token: int, top: int) -> TokenLogprobs:

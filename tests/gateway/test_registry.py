@@ -8,8 +8,16 @@ import msgspec
 import pytest
 
 from pdrt.config import ProtocolConfig
-from pdrt.gateway import registry as registry_module
-from pdrt.gateway.registry import Registry, WorkerEvent, WorkerState
+from pdrt.gateway import readiness as readiness_module
+from pdrt.gateway.readiness import mismatches, readiness
+from pdrt.gateway.registry import (
+    LOST_KEPT_SECONDS,
+    RETRY_SECONDS_MAX,
+    TRANSITIONS,
+    Registry,
+    WorkerEvent,
+    WorkerState,
+)
 from pdrt.ids import Incarnation
 from pdrt.protocol.messages import Load
 from tests.gateway.workers import DIGEST, GATEWAY, decode, endpoint, fingerprint, prefill
@@ -88,18 +96,18 @@ def test_an_old_message_changes_nothing_and_is_counted(registry: Registry) -> No
 def test_silence_makes_a_worker_lost_and_a_register_brings_it_back(registry: Registry) -> None:
     registry.on_register(prefill(1), 0.0)
     registry.on_register(decode(9, pairs=(1,)), 0.0)
-    assert registry.readiness() == (True, [])
+    assert readiness(registry) == (True, [])
     for step in range(60):
         registry.heard(Incarnation(9), step / 10)
         lost = registry.on_tick(step / 10)
         assert lost in ([], [1])
     assert registry.workers[Incarnation(1)].state is WorkerState.LOST
     silent = "prefill 0000000000000001 is silent: it hangs, is stopped, or cannot be reached"
-    assert registry.readiness() == (False, ["no prefill worker", silent])
+    assert readiness(registry) == (False, ["no prefill worker", silent])
     registry.heard(Incarnation(1), 6.0)
     assert registry.workers[Incarnation(1)].state is WorkerState.LOST
     registry.on_register(prefill(1, seq=2), 6.1)
-    assert registry.readiness() == (True, [])
+    assert readiness(registry) == (True, [])
 
 
 def test_whoever_was_asleep_accuses_nobody(registry: Registry) -> None:
@@ -116,7 +124,7 @@ def test_who_says_that_it_ends_is_lost_at_once(registry: Registry) -> None:
     assert registry.on_gone(Incarnation(1), 0.1)
     assert registry.workers[Incarnation(1)].state is WorkerState.LOST
     left = "prefill 0000000000000001 has left"
-    assert registry.readiness() == (False, ["no prefill worker", left])
+    assert readiness(registry) == (False, ["no prefill worker", left])
     reply = registry.on_register(decode(9, seq=2), 0.2)
     assert reply is not None and reply.prefill_endpoints == ()
     assert not registry.on_gone(Incarnation(1), 0.3)
@@ -130,15 +138,15 @@ def test_a_pair_that_is_lost_is_told_from_one_that_is_not_yet_made(registry: Reg
     registry.on_register(decode(9, pairs=(1,)), 0.0)
     registry.on_register(decode(9, seq=2), 0.1)
     lost = "decode 0000000000000009 has lost prefill 0000000000000001"
-    assert registry.readiness() == (False, [lost])
+    assert readiness(registry) == (False, [lost])
     registry.on_register(decode(9, seq=3), 0.2)
-    assert registry.readiness() == (False, [lost])
+    assert readiness(registry) == (False, [lost])
     registry.on_register(prefill(1, seq=2, draining=True), 0.3)
-    assert registry.readiness() == (False, ["prefill 0000000000000001: draining"])
+    assert readiness(registry) == (False, ["prefill 0000000000000001: draining"])
     registry.on_register(prefill(2), 0.4)
     registry.on_register(decode(9, seq=4, pairs=(2,)), 0.5)
     assert registry.workers[Incarnation(9)].unpaired == frozenset()
-    assert registry.readiness() == (True, [])
+    assert readiness(registry) == (True, [])
 
 
 def test_clients_are_told_to_wait_about_as_long_as_nobody_could_serve(registry: Registry) -> None:
@@ -147,7 +155,7 @@ def test_clients_are_told_to_wait_about_as_long_as_nobody_could_serve(registry: 
         return registry.retry_after_seconds(now)
 
     assert (after(0.5), after(1.4), after(2.5 + 0.1), after(12.0)) == (1, 1, 3, 12)
-    assert after(1000.0) == registry_module.RETRY_SECONDS_MAX
+    assert after(1000.0) == RETRY_SECONDS_MAX
     registry.on_register(prefill(1), 1000.0)
     registry.on_register(decode(9, pairs=(1,)), 1000.0)
     assert after(1000.1) == 1
@@ -179,7 +187,7 @@ def test_lost_workers_are_forgotten_in_the_end(registry: Registry) -> None:
     registry.on_register(decode(9), 0.0)
     tick_until(registry, 0.0, 5.2)
     assert Incarnation(9) in registry.workers
-    tick_until(registry, 5.2, 6 + registry_module.LOST_KEPT_SECONDS)
+    tick_until(registry, 5.2, 6 + LOST_KEPT_SECONDS)
     assert registry.workers == {}
 
 
@@ -238,11 +246,11 @@ def test_another_protocol_version_is_refused(registry: Registry) -> None:
 def test_readiness_says_why_not(registry: Registry, messages: list, reasons: list[str]) -> None:
     for message in messages:
         registry.on_register(message, 0.0)
-    assert registry.readiness() == (not reasons, reasons)
+    assert readiness(registry) == (not reasons, reasons)
 
 
 def test_an_unlisted_event_raises_and_changes_nothing() -> None:
-    assert (WorkerState.LOST, WorkerEvent.SILENT) not in registry_module.TRANSITIONS
+    assert (WorkerState.LOST, WorkerEvent.SILENT) not in TRANSITIONS
 
 
 def test_workers_that_can_never_be_paired_are_named_also_when_others_serve(
@@ -252,14 +260,14 @@ def test_workers_that_can_never_be_paired_are_named_also_when_others_serve(
         registry.on_register(message, 0.0)
     odd = prefill(2, fingerprint=fingerprint(page_size=32))
     registry.on_register(odd, 0.0)
-    assert registry.readiness()[0]
-    assert registry.mismatches(registry.workers[odd.worker]) == [
+    assert readiness(registry)[0]
+    assert mismatches(registry, registry.workers[odd.worker]) == [
         "prefill 0000000000000002 and decode 0000000000000009 cannot be paired: page_size: 32 != 16"
     ]
-    assert registry.mismatches(registry.workers[decode(9).worker]) == [
+    assert mismatches(registry, registry.workers[decode(9).worker]) == [
         "decode 0000000000000009 and prefill 0000000000000002 cannot be paired: page_size: 16 != 32"
     ]
-    assert registry.mismatches(registry.workers[prefill(1).worker]) == []
+    assert mismatches(registry, registry.workers[prefill(1).worker]) == []
 
 
 def test_a_heartbeat_without_news_leaves_the_pairs_as_they_are(registry: Registry) -> None:
@@ -287,29 +295,33 @@ def test_the_latest_losses_are_named_when_nobody_of_a_role_is_left(registry: Reg
     for worker in (1, 2):
         registry.on_register(prefill(worker), 0.0)
         registry.on_gone(Incarnation(worker), float(worker))
-    assert registry.readiness()[1] == [
+    assert readiness(registry)[1] == [
         "no prefill worker",
         "prefill 0000000000000002 has left",
         "prefill 0000000000000001 has left",
     ]
     registry.on_register(prefill(3), 3.0)
-    assert registry.readiness()[1] == [
+    assert readiness(registry)[1] == [
         "prefill 0000000000000003 and decode 0000000000000009: handshake not finished"
     ], "who is here counts, not who was"
 
 
-def test_reasons_are_looked_for_as_far_as_they_are_told() -> None:
+def test_reasons_are_looked_for_as_far_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients ask for them when nobody serves: not every pair of many workers is described."""
     registry = Registry(GATEWAY, (DIGEST,), ProtocolConfig(), 200, 0.0)
     for number in range(1, 65):
         registry.on_register(prefill(number), 0.0)
         registry.on_register(decode(1000 + number), 0.0)
     described: list[object] = []
-    describe = registry._pair_complaints
-    registry._pair_complaints = lambda *pair: described.append(pair) or describe(*pair)  # type: ignore
-    ready, reasons = registry.readiness()
-    assert (ready, len(reasons)) == (False, registry_module.REASONS_MAX)
-    assert len(described) == registry_module.REASONS_MAX
+    describe = readiness_module._pair_complaints
+    monkeypatch.setattr(
+        readiness_module,
+        "_pair_complaints",
+        lambda *pair: described.append(pair) or describe(*pair),
+    )
+    ready, reasons = readiness(registry)
+    assert (ready, len(reasons)) == (False, readiness_module.REASONS_MAX)
+    assert len(described) == readiness_module.REASONS_MAX
     assert all("handshake not finished" in reason for reason in reasons)
 
 
@@ -341,25 +353,25 @@ def test_one_that_computes_prompts_itself_serves_without_prefill_workers(
 ) -> None:
     registry.on_register(decode(9, local_prefill=True), 0.0)
     assert [worker.incarnation for worker in registry.decodes()] == [9]
-    is_ready, reasons = registry.readiness()
+    is_ready, reasons = readiness(registry)
     assert is_ready
     assert reasons[0].startswith("degraded")
     assert "no prefill worker" in reasons
     registry.on_register(prefill(1), 0.0)
     registry.on_register(decode(9, seq=2, pairs=(1,), local_prefill=True), 0.0)
-    assert registry.readiness() == (True, [])
+    assert readiness(registry) == (True, [])
     registry.on_gone(Incarnation(1), 0.5)
-    assert registry.readiness()[0], "its last prefill worker is gone"
+    assert readiness(registry)[0], "its last prefill worker is gone"
     registry.on_register(decode(9, seq=3, local_prefill=True, healthy=False), 1.0)
-    assert not registry.readiness()[0], "not healthy: nobody"
+    assert not readiness(registry)[0], "not healthy: nobody"
 
 
 def test_without_it_the_last_prefill_workers_end_is_the_end_of_service(registry: Registry) -> None:
     registry.on_register(prefill(1), 0.0)
     registry.on_register(decode(9, pairs=(1,)), 0.0)
-    assert registry.readiness() == (True, [])
+    assert readiness(registry) == (True, [])
     registry.on_gone(Incarnation(1), 0.5)
-    is_ready, reasons = registry.readiness()
+    is_ready, reasons = readiness(registry)
     assert not is_ready
     assert "no prefill worker" in reasons
 
@@ -371,11 +383,17 @@ def test_who_cannot_be_reached_gets_nothing_until_it_is_heard(registry: Registry
         registry.on_register(message, 0.0)
     registry.on_unreachable(Incarnation(9))
     assert [worker.incarnation for worker in registry.decodes()] == [8]
+    assert registry.is_cut_off()
     registry.on_unreachable(Incarnation(8))
-    ready, reasons = registry.readiness()
+    ready, reasons = readiness(registry)
     assert (ready, reasons) == (False, [f"decode {n:016x}: cannot be reached" for n in (8, 9)])
     registry.heard(Incarnation(9), 0.1)
     assert [worker.incarnation for worker in registry.decodes()] == [9]
     registry.on_register(decode(8, seq=2, pairs=(1,)), 0.2)
     assert [worker.incarnation for worker in registry.decodes()] == [8, 9]
+    assert not registry.is_cut_off()
+    registry.on_unreachable(Incarnation(8))
+    registry.on_register(decode(8, seq=3, pairs=(1,), draining=True), 0.3)
+    registry.on_unreachable(Incarnation(8))
+    assert not registry.is_cut_off(), "it would serve nobody"
     registry.on_unreachable(Incarnation(77))

@@ -28,6 +28,7 @@ from tests.gateway.workers import GATEWAY
 
 A, B, C = Incarnation(1), Incarnation(2), Incarnation(3)
 PREFILL = "tcp://127.0.0.1:7001"
+PREFILL_WORKER = Incarnation(7)
 EOS = 2
 
 
@@ -38,6 +39,7 @@ class World:
         self.workers = [A, B, C]
         self.demands: list[Demand] = []
         self.learnt: list[tuple[Incarnation | None, int]] = []
+        self.cut_off = False
         self.requests = Requests(GATEWAY, GatewayConfig(requests_max=4, attempts_max=3), self)
 
     def learn(self, route: Route, prefill: Incarnation | None, cached_tokens: int) -> None:
@@ -51,7 +53,10 @@ class World:
         refused: Collection[Incarnation],
     ) -> Route | None:
         able = sorted((w for w in self.workers if w not in refused), key=lambda w: w in tried)
-        return Route(able[0], (PREFILL,)) if able else None
+        return Route(able[0], (PREFILL,), PREFILL_WORKER) if able else None
+
+    def is_cut_off(self) -> bool:
+        return self.cut_off
 
     def open(self, **fields: Any) -> list[Effect]:
         return self.requests.open(submission(**fields), 0.0)[1]
@@ -487,3 +492,91 @@ def test_held_output_is_given_up_while_it_waits(world: World) -> None:
     (_, sent) = world.requests.on_tick(3.0)
     assert isinstance(sent, Send) and isinstance(sent.message, Submit)
     assert sent.message.output_token_ids == ()
+
+
+# Without a connection to one
+
+
+def test_new_ones_wait_for_a_connection_that_is_dialled_again(world: World) -> None:
+    world.workers, world.cut_off = [A], True
+    world.open()
+    world.workers = []
+    assert world.requests.on_undelivered(request_id(), 0.0) == []
+    assert world.open() == [], "nor is one turned away that comes now"
+    assert world.requests.waiting == 2
+    world.workers = [A]
+    found = world.requests.on_tick(1.0)
+    assert [e for e in found if isinstance(e, Assigned)] == [Assigned(1, A, 3), Assigned(2, A, 0)]
+
+
+def test_that_wait_is_short(world: World) -> None:
+    world.workers, world.cut_off = [], True
+    assert world.open() == []
+    assert world.requests.on_tick(2.9) == []
+    assert world.requests.on_tick(3.2) == [
+        Ended(1, FinishReason.UNAVAILABLE, "no pair of workers can serve now")
+    ]
+
+
+def test_it_ends_with_the_worker(world: World) -> None:
+    """Who was cut off for being dead is lost by now."""
+    world.workers, world.cut_off = [], True
+    assert world.open() == []
+    world.cut_off = False
+    assert world.requests.on_tick(0.5) == [
+        Ended(1, FinishReason.UNAVAILABLE, "no pair of workers can serve now")
+    ]
+
+
+def test_who_is_never_reached_is_asked_once_a_look(world: World) -> None:
+    world.workers, world.cut_off = [A], True
+    world.open()
+    asked = 0
+    for step in range(40):
+        now = step / 10
+        effects = world.requests.on_tick(now) if step else [Send(None)]  # type: ignore[arg-type]
+        if any(isinstance(effect, Send) for effect in effects):
+            number = RequestId(GATEWAY, 1, asked)
+            asked += 1
+            world.requests.on_undelivered(number, now)
+    assert 2 < asked < 20
+    assert len(world.requests) == 0, "the wait is not prolonged"
+
+
+# Workers that hang
+
+
+def test_what_a_hanging_decode_worker_has_goes_on_elsewhere(world: World) -> None:
+    world.open()
+    world.requests.on_tokens(tokens(0, 10), 1.0)
+    world.workers = [B]
+    assert world.requests.on_worker_hangs(A, 61.0) == [
+        cancel("hangs"),
+        Assigned(1, B, 4),
+        submit((10,), 1, B, 539.0),
+    ]
+    assert world.requests.on_worker_hangs(A, 62.0) == [], "it is said with every heartbeat"
+    assert world.requests.on_tokens(tokens(1, 11), 63.0) == [], "too late"
+
+
+def test_so_does_what_waits_for_a_hanging_prefill_worker(world: World) -> None:
+    """Where the first token has come, its part is done."""
+    world.workers = [A]
+    world.open()
+    world.open()
+    world.requests.on_tokens(tokens(0, 10), 1.0)
+    world.workers = []
+    assert world.requests.on_worker_hangs(PREFILL_WORKER, 61.0) == [
+        Send(Cancel(request_id(2), A, "hangs"))
+    ]
+    assert world.requests.waiting == 1
+    world.workers = [A]
+    assert Assigned(2, A, 3) in world.requests.on_tick(62.0)
+
+
+def test_a_request_that_hangs_every_worker_ends(world: World) -> None:
+    world.open()
+    ends: list[Effect] = []
+    for number, worker in enumerate((A, B, C)):
+        ends = world.requests.on_worker_hangs(worker, 61.0 * (number + 1))
+    assert ends[-1] == Ended(1, FinishReason.UNAVAILABLE, "the worker that had it hangs")

@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 
+from pdrt.gateway import requests
 from pdrt.protocol.gateway_messages import FinishReason, Role, Submit
 from pdrt.protocol.messages import PROTOCOL_VERSION
 from tests.gateway.conftest import HANG_SECONDS, KEY, Deploy, Deployment, eventually
@@ -62,7 +63,11 @@ def repeat(worker: StandIn, submit: Submit) -> None:
     worker.finish(submit.request, FinishReason.UNAVAILABLE)
 
 
-@pytest.mark.parametrize("end_first", [lose, skip, repeat])
+def hang(worker: StandIn, submit: Submit) -> None:
+    worker.say(healthy=False, reasons=("a forward hangs",), hangs=True)
+
+
+@pytest.mark.parametrize("end_first", [lose, skip, repeat, hang])
 async def test_the_stream_goes_on_elsewhere_with_no_token_twice(
     deployment: Deployment, end_first: Any
 ) -> None:
@@ -133,6 +138,27 @@ async def eventually_waiting(deployment: Deployment) -> None:
             if (gateway["requests"], gateway["attempts"]) == (1, 0):
                 return
             await asyncio.sleep(0.01)
+
+
+async def test_a_new_one_waits_for_a_connection_that_is_dialled_again(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only decode worker's: it is missed at once, long before its silence is judged."""
+    monkeypatch.setattr(requests, "REDIAL_SECONDS_MAX", HANG_SECONDS)
+    async with deploy(protocol={"silence_seconds": 1e8}, api={"api_key": (KEY,)}) as deployment:
+        _, decode = await deployment.pair()
+        decode.on_submit = says(decode, deployment.ids(TEXT))
+        decode.hang_up()
+        reason = f"decode {decode.name}: cannot be reached"
+        await deployment.until_unready(reason)
+
+        async def ask() -> tuple[str, str | None]:
+            return await text_of(await deployment.chat(stream=True))
+
+        answer = asyncio.create_task(ask())
+        await eventually_waiting(deployment)
+        decode.dial()
+        assert await answer == (TEXT, "stop")
 
 
 async def test_a_draining_worker_gets_nothing_new(deployment: Deployment) -> None:

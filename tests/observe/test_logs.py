@@ -24,7 +24,7 @@ from pdrt.observe.logs import (
     LineFormatter,
 )
 
-HANG_SECONDS = 30.0
+HANG_SECONDS = 120.0
 
 
 def record(message: str, *arguments: object, **fields: object) -> logging.LogRecord:

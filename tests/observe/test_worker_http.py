@@ -34,7 +34,7 @@ async def served() -> AsyncIterator[Served]:
     running = asyncio.create_task(served.http.run())
     yield served
     running.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await asyncio.wait([running])
 
 
@@ -68,7 +68,7 @@ async def test_cancelling_frees_the_port() -> None:
     running = asyncio.create_task(served.http.run())
     await asyncio.sleep(0)
     running.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await asyncio.wait([running])
     port = int(served.http.url.rpartition(":")[2])
     again = WorkerHttp("127.0.0.1", port, lambda: b"", lambda: [], lambda: b"")

@@ -180,7 +180,7 @@ async def test_the_word_of_a_decode_worker_that_is_lost(prefill: Prefill) -> Non
     """Its rooms end; its source pages wait for the forward."""
     deployment = Deployment(GatewayPeer())
     executor = StandInExecutor(PAGES)
-    protocol = msgspec.structs.replace(PROTOCOL, silence_seconds=0.2)
+    protocol = msgspec.structs.replace(PROTOCOL, silence_seconds=0.2, tick_late_seconds=0.05)
     worker = deployment.add_prefill(executor, deployment.config(protocol))
     peer = DecodePeer(worker, 0xD0)
     await peer.hello()

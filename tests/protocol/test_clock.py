@@ -64,6 +64,35 @@ def test_two_late_ticks_in_a_row_accuse_nobody(clock: SilenceClock[str]) -> None
     assert list(clock.watched()) == ["a"]
 
 
+def test_whoever_is_late_every_time_judges_in_the_end(clock: SilenceClock[str]) -> None:
+    """Slow, not asleep: of each late tick but the first, as much counts as may be late."""
+    clock.heard("dead", 0.0)
+    found = []
+    for now in range(10, 100, 10):
+        clock.heard("alive", now - 9.0)
+        found += [(now, peer) for peer in clock.tick(now)]
+    assert found == [(70, "dead")]
+    assert clock.slept_seconds == 9.0
+
+
+def test_so_does_whoever_is_late_every_other_time(clock: SilenceClock[str]) -> None:
+    clock.heard("dead", 0.0)
+    found = []
+    for now in range(0, 100, 10):
+        found += [(now, peer) for peer in clock.tick(now)]
+        found += [(now + 1, peer) for peer in clock.tick(now + 1.0)]
+    assert found == [(40, "dead")]
+
+
+def test_clocks_restart_again_once_who_was_silent_is_found(clock: SilenceClock[str]) -> None:
+    clock.heard("a", 0.0)
+    assert clock.tick(100.0) == []
+    assert ticks(clock, 100.0, 106.0) == [(105.5, "a")]
+    clock.heard("b", 106.0)
+    assert clock.tick(200.0) == []
+    assert ticks(clock, 200.0, 206.0) == [(205.5, "b")]
+
+
 def test_how_long_it_slept_is_told_for_one_tick(clock: SilenceClock[str]) -> None:
     clock.tick(0.5)
     assert clock.slept_seconds == 0.0

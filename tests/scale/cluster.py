@@ -14,7 +14,7 @@ from pdrt.config import GatewayConfig, ProtocolConfig
 from pdrt.gateway.effects import Submission
 from pdrt.gateway.hub import Hub
 from pdrt.gateway.stream import Outputs, OutputStream
-from pdrt.ids import Incarnation, new_incarnation
+from pdrt.ids import Incarnation, new_incarnation, short
 from pdrt.protocol.clock import TICK_SECONDS
 from pdrt.protocol.gateway_messages import FinishReason, Role
 from pdrt.sampling import Sampling
@@ -66,6 +66,7 @@ class Cluster:
             GatewayConfig(protocol=protocol), (DIGEST,), new_incarnation(), self._channel.send
         )
         self.hosts: list[Host] = []
+        self.leaving: list[Host] = []
         self.expected: set[Incarnation] = set()
         """Workers that are to be there."""
 
@@ -104,20 +105,41 @@ class Cluster:
             known = {worker.incarnation for worker in self.hub.registry.live()}
             return known == self.expected and not self.unpaired()
 
-        await self.until(is_settled, "all pairs")
+        try:
+            await self.until(is_settled, "all pairs")
+        except AssertionError as error:
+            known = {worker.incarnation for worker in self.hub.registry.live()}
+            raise AssertionError(
+                f"{error}; missing {_names(self.expected - known)}, too many "
+                f"{_names(known - self.expected)}, not paired {self.unpaired()}"
+            ) from error
 
-    def unpaired(self) -> int:
-        """Pairs of live workers whose handshake is not over, or not known of."""
+    def unpaired(self) -> dict[str, list[str | None]]:
+        """Live decode workers, with the endpoints of live prefill workers with which their
+        handshake is not over, or not known of."""
         said = [worker.register for worker in self.hub.registry.live()]
         prefills = {register.endpoint for register in said if register.role is Role.PREFILL}
         decodes = [register for register in said if register.role is Role.DECODE]
-        return sum(len(prefills.difference(register.paired)) for register in decodes)
+        lacking = {short(each.worker): prefills.difference(each.paired) for each in decodes}
+        return {worker: sorted(rest) for worker, rest in lacking.items() if rest}
 
-    def drain(self, workers: Sequence[Incarnation]) -> None:
-        """They finish what they have, and leave."""
-        for worker in workers:
+    def drain(self, asked: Host) -> None:
+        """All of its workers finish what they have, and its process ends with them: a lease whose
+        writer's last word was lost comes back with that end only."""
+        self.hosts.remove(asked)
+        self.leaving.append(asked)
+        for worker in asked.workers:
             self.hub.drain(worker)
-        self.expected.difference_update(workers)
+        self.expected.difference_update(asked.workers)
+
+    async def left(self) -> None:
+        """Whoever was asked to leave has done so, unbroken."""
+
+        def are_gone() -> bool:
+            return not any(each.process.is_alive() for each in self.leaving)
+
+        await self.until(are_gone, "processes that end")
+        assert [each.process.exitcode for each in self.leaving] == [0] * len(self.leaving)
 
     def kill(self, killed: Host) -> None:
         """SIGKILL; whoever started it tells the gateway, as `pdrt up` does."""
@@ -191,6 +213,10 @@ class Cluster:
             assert each.process.exitcode == 0, each.role
 
 
+def _names(workers: set[Incarnation]) -> list[str]:
+    return sorted(map(short, workers))
+
+
 def _in_flight(status: dict[str, Any]) -> int:
     """Of either role."""
     requests = sum(status.get("requests_by_state", {}).values())
@@ -208,5 +234,5 @@ async def cluster(protocol: ProtocolConfig) -> AsyncIterator[Cluster]:
     finally:
         ticking.cancel()
         made._channel.close()
-        for each in made.hosts:
+        for each in (*made.hosts, *made.leaving):
             each.process.kill()

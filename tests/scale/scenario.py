@@ -27,7 +27,8 @@ PATIENT = ProtocolConfig(
     kill_lost_after_seconds=200.0,
     fence_after_seconds=300.0,
 )
-"""A hundred workers share few cores here: one that has no turn for seconds is not dead."""
+"""A hundred workers share few cores here: one that has no turn for seconds is not dead. And many of
+them share a process: to kill one of them for its silence would be to kill them all."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,11 +38,11 @@ class Shape(msgspec.Struct, frozen=True):
     workers: int
     """Of each role."""
     hosts: int
-    """Processes that they share, of each role."""
+    """Processes that they share, of each role, beside the one of those that leave."""
     rooms: int
     """Alive at once; and so many clients ask all the time."""
     guests: int
-    """Workers of each role that join under load and are killed; so many others leave."""
+    """Workers of each role that join under load and are killed; so many of the first ones leave."""
     protocol: ProtocolConfig
     idle_seconds: float = 0.0
     """Over which the processor time of heartbeats is taken; 0: it is not."""
@@ -110,7 +111,7 @@ class Clients:
 async def play(shape: Shape) -> Figures:
     figures = Figures()
     async with cluster(shape.protocol) as made:
-        await pair_all(made, shape, figures)
+        leavers = await pair_all(made, shape, figures)
         if shape.idle_seconds:
             await measure_idle(made, shape, figures)
         made.tell(Role.PREFILL, "hold")
@@ -123,7 +124,7 @@ async def play(shape: Shape) -> Figures:
             began = time.monotonic()
             await clients.reach(shape.rooms)
             await clients.served_by([worker for each in guests for worker in each.workers])
-            await leave(made, shape, guests, figures)
+            await leave(made, guests, leavers, figures)
             await clients.reach(clients.answers + shape.rooms)
             figures.answers_per_second = clients.answers / (time.monotonic() - began)
             clients.stop()
@@ -134,26 +135,27 @@ async def play(shape: Shape) -> Figures:
     return figures
 
 
-async def pair_all(made: Cluster, shape: Shape, figures: Figures) -> None:
-    each = shape.workers // shape.hosts
-    for _ in range(shape.hosts):
-        await made.start(Role.DECODE, each)
+async def pair_all(made: Cluster, shape: Shape, figures: Figures) -> list[Host]:
+    """Returns those that will leave."""
+    each = (shape.workers - shape.guests) // shape.hosts
+    crews = [shape.guests, *[each] * shape.hosts]
+    assert sum(crews) == shape.workers, "hosts of equal size"
+    decodes = [await made.start(Role.DECODE, workers) for workers in crews]
     await made.settled()
     alone = sum(_private_bytes(host.pid) for host in made.hosts)
     began, cpu = time.monotonic(), cpu_seconds(made)
-    for _ in range(shape.hosts):
-        await made.start(Role.PREFILL, each)
+    prefills = [await made.start(Role.PREFILL, workers) for workers in crews]
     await made.settled()
     figures.pairs = shape.workers**2
     figures.handshake_seconds = time.monotonic() - began
     figures.handshake_cpu_seconds = sum((cpu_seconds(made) - cpu).values())
-    decodes = [host for host in made.hosts if host.role is Role.DECODE]
     paired = sum(_private_bytes(host.pid) for host in decodes)
     figures.decode_bytes_per_pair = (paired - alone) / figures.pairs
     for role in Role:
         pids = [host.pid for host in made.hosts if host.role is role]
         figures.worker_bytes[role.value] = sum(map(_private_bytes, pids)) / shape.workers
         figures.worker_files[role.value] = sum(map(_open_files, pids)) / shape.workers
+    return [decodes[0], prefills[0]]
 
 
 async def measure_idle(made: Cluster, shape: Shape, figures: Figures) -> None:
@@ -178,14 +180,15 @@ async def join(made: Cluster, shape: Shape, figures: Figures) -> list[Host]:
     return guests
 
 
-async def leave(made: Cluster, shape: Shape, guests: list[Host], figures: Figures) -> None:
+async def leave(made: Cluster, guests: list[Host], leavers: list[Host], figures: Figures) -> None:
     """The guests die with all they have, and as many others are asked to leave."""
     began = time.monotonic()
     for each in guests:
         made.kill(each)
-    for role in Role:
-        made.drain(next(h for h in made.hosts if h.role is role).workers[: shape.guests])
+    for each in leavers:
+        made.drain(each)
     await made.settled()
+    await made.left()
     figures.leave_seconds = time.monotonic() - began
 
 

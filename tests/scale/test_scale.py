@@ -6,11 +6,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdrt.config import ProtocolConfig
 from tests.scale.scenario import PATIENT, Shape, play
 
-# Rooms of a decode worker that was killed end with its silence.
-SMALL = Shape(8, 1, 200, 2, ProtocolConfig(silence_seconds=2.0))
+# Rooms of a decode worker that was killed may end with its silence.
+SMALL_PROTOCOL = msgspec.structs.replace(PATIENT, hello_interval_seconds=1.0, silence_seconds=10.0)
+SMALL = Shape(8, 1, 200, 2, SMALL_PROTOCOL)
 FULL = Shape(64, 4, 2000, 4, PATIENT)
 
 

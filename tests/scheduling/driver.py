@@ -10,8 +10,9 @@ from pdrt.decode.pages import DecodePages, RoomPages
 from pdrt.kv.pages import Owner, OwnerKind, PageTable
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
-from pdrt.scheduling.decode import DecodeScheduler, StepLimits, StepPlan
+from pdrt.scheduling.decode import DecodeScheduler
 from pdrt.scheduling.decode_request import DecodeRequest, LocalReason
+from pdrt.scheduling.step_plan import StepLimits, StepPlan
 from tests.scheduling.grants import LAYOUT, prompt, room, submit
 
 EOS = 2

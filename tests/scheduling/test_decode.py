@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdrt.protocol.gateway_messages import FinishReason
-from pdrt.scheduling.decode import PagesWanted
 from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
+from pdrt.scheduling.step_plan import PagesWanted
 from tests.scheduling.driver import EOS, LIMIT, Decode, preempted
 from tests.scheduling.grants import room, submit
 

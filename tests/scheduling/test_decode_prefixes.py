@@ -8,8 +8,8 @@ import pytest
 from pdrt.kv.pages import Owner, OwnerKind
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Grammar, GrammarKind
-from pdrt.scheduling.decode import PagesWanted
 from pdrt.scheduling.decode_request import DecodeRequest, End, RequestState
+from pdrt.scheduling.step_plan import PagesWanted
 from tests.scheduling.driver import Decode, preempted
 from tests.scheduling.grants import room
 

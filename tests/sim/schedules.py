@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pdrt.protocol.decode_peers import EngineState
-from pdrt.protocol.messages import Drained, FirstToken, Grant
+from pdrt.ids import RoomId
+from pdrt.protocol.decode_peers import ENGINES_MAX, EngineState
+from pdrt.protocol.messages import Drained, FirstToken, Grant, Welcome
 from tests.sim.core import Kind, Violation
 from tests.sim.fabric import Fate, InFlight
 from tests.sim.plan import EngineKind
@@ -303,6 +304,50 @@ def one_worker_under_two_names(stage: Stage) -> None:
     stage.run(15.0)
 
 
+def fences_faster_than_writes_end(stage: Stage) -> None:
+    """Each generation is fenced for one write while another hangs on it: engines pile up."""
+    generations = ENGINES_MAX + 2
+    world = stage.start(EngineKind.MOONCAKE)
+    first_rooms: dict[int, RoomId] = {}
+
+    def direct(write: InFlight) -> Fate:
+        """Of each two requests, the first room of one hangs, and of the other does not settle."""
+        serial = stage.prefill.ranks[0].grants[write.room].token_ids[0]
+        is_first = first_rooms.setdefault(serial, write.room) == write.room
+        return (Fate.HANGS, Fate.LANDS_AFTER_ERROR)[serial % 2] if is_first else Fate.SUCCEEDS
+
+    world.direct = direct
+    requests = []
+    peer = stage.decode.table.pairing.peers["p0"]
+    for generation in range(1, generations + 1):
+        requests += [stage.ask((2 * generation + turn, *PROMPT)) for turn in range(2)]
+        while peer.floor <= generation:
+            stage.run(0.01)
+    stage.finish(fences=generations)
+    stage.run(4.0)
+    stage.expect_answered(*requests)
+
+
+def prompt_computed_here_under_a_write(stage: Stage) -> None:
+    """Its writer falls silent and writes all the same, when decode has begun with the prompt."""
+    world = stage.start(EngineKind.LOCAL, local_prefill=True)
+    world.direct = only_first(Fate.STARTS_LATE)
+    until = world.sim.now + 2.8
+
+    def intercept(message: Any) -> Any:
+        is_said_by_prefill = isinstance(message, Welcome | FirstToken | Drained)
+        return None if is_said_by_prefill and world.sim.now < until else message
+
+    world.network.intercept = intercept
+    stage.run(1.0)
+    request = stage.ask()
+    stage.run(3.0)
+    stage.finish(fences=0)
+    stage.expect_answered(request)
+    if world.prompts_here != 1:
+        raise Violation(Kind.LIVENESS, f"{world.prompts_here} prompts were computed here")
+
+
 def lands_wrong(stage: Stage) -> None:
     """The engine reports success, but a page holds something else: nobody decodes from it."""
     world = stage.start(EngineKind.TCP, kv_checksum=True)
@@ -360,6 +405,8 @@ SCHEDULES: tuple[Schedule, ...] = (
     prefill_asleep_in_a_teardown,
     machine_asleep_after_a_revoke,
     one_worker_under_two_names,
+    fences_faster_than_writes_end,
+    prompt_computed_here_under_a_write,
     lands_wrong,
     lands_after_success,
     lands_after_success_for_nobody,

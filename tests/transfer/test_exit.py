@@ -15,5 +15,5 @@ exit_now(ExitCode.CANNOT_GO_ON)
 
 
 def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], timeout=180, check=False)
     assert done.returncode == 3

@@ -240,7 +240,7 @@ async def test_restarted_gateway_makes_the_old_one_lost(gateway: Gateway, worker
 
 
 async def test_silent_gateway_is_lost_and_found_again(gateway: Gateway) -> None:
-    worker = Worker(gateway, silence_seconds=0.3)
+    worker = Worker(gateway, silence_seconds=0.3, tick_late_seconds=0.1)
     await worker.registered(gateway)
     gateway.answers = False
     await until(lambda: worker.tick() and worker.lost, "its loss")
@@ -254,7 +254,7 @@ async def test_silent_gateway_is_lost_and_found_again(gateway: Gateway) -> None:
 async def test_one_of_two_gateways_is_lost() -> None:
     gateways = Gateway(0xE0), Gateway(0xE1)
     gateways[0].prefills, gateways[1].prefills = ("tcp://a:1",), ("tcp://b:1",)
-    worker = Worker(*gateways, silence_seconds=0.3)
+    worker = Worker(*gateways, silence_seconds=0.3, tick_late_seconds=0.1)
     await worker.registered(*gateways)
     assert worker.links.prefill_endpoints == {"tcp://a:1", "tcp://b:1"}
     gateways[0].answers = False

@@ -106,6 +106,20 @@ def test_whoever_was_asleep_blames_nobody(worker: Worker) -> None:
     assert worker.ails() == [Ailment.FORWARD_HANGS]
 
 
+def test_a_loop_that_is_late_every_time_judges_itself_in_the_end(worker: Worker) -> None:
+    """It is slow, not asleep: of each pause, as much counts as a tick may be late."""
+    worker.began_at, worker.waiting = worker.now, 1
+    for _ in range(int(STALL_SECONDS / LATE_SECONDS)):
+        worker.sleep(10.0)
+        assert worker.ails() == []
+    worker.sleep(10.0)
+    assert worker.ails() == [Ailment.FORWARD_HANGS]
+    worker.began_at = None
+    for _ in range(2):
+        worker.sleep(10.0)
+    assert worker.ails() == [Ailment.NO_PROGRESS]
+
+
 def test_waiting_work_that_nothing_happens_to(worker: Worker) -> None:
     worker.waiting = 3
     worker.run(STALL_SECONDS)

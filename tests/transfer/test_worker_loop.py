@@ -11,7 +11,7 @@ import pytest
 
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
-HANG_SECONDS = 30.0
+HANG_SECONDS = 120.0
 
 
 def make_loop() -> WorkerLoop:

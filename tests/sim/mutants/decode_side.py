@@ -15,6 +15,7 @@ from pdrt.protocol.pairing import Pairing
 from pdrt.protocol.ranks import RankWatch
 from tests.sim import schedules
 from tests.sim.core import Kind
+from tests.sim.jobs import Job, Scheduler
 from tests.sim.mutants.registry import Patch, mutant
 from tests.sim.plan import CONFIG
 
@@ -51,6 +52,21 @@ def free_on_timeout() -> list[Patch]:
         return effects
 
     return [(LeaseTable, "handle_timer", handle_timer)]
+
+
+@mutant(Kind.DESTINATION, schedule=schedules.prompt_computed_here_under_a_write)
+def rooms_freed_for_a_prompt_that_is_computed_here() -> list[Patch]:
+    """I2: … nor does it free a page that its request's prompt is computed on decode after all."""
+    original = Scheduler.begin_here
+
+    def begin_here(self: Scheduler, job: Job) -> Any:
+        effects, table = original(self, job), self.worker.table
+        if effects is None:
+            return None
+        failed = [table.leases[room] for room, its in self.jobs.items() if its is job]
+        return [e for lease in failed for e in free(table, lease, self.world.sim.now)]
+
+    return [(Scheduler, "begin_here", begin_here)]
 
 
 @mutant(Kind.FENCES, schedule=schedules.answer_to_revoke_lost)

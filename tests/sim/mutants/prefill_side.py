@@ -227,6 +227,12 @@ def engine_opening_without_a_bound() -> list[Patch]:
     return [(decode_peers.EngineInstance, "__init__", init)]
 
 
+@mutant(Kind.BOUNDS, schedule=schedules.fences_faster_than_writes_end)
+def engines_without_a_bound() -> list[Patch]:
+    """I8: the next generation waits while too many engines of its decode worker are there."""
+    return [(decode_peers, "ENGINES_MAX", 1000)]
+
+
 @mutant(Kind.DESTINATION, schedule=schedules.one_worker_under_two_names)
 def second_pairing_accepted() -> list[Patch]:
     """I5: an engine instance writes into the segments that its `Hello` showed, no others."""
