@@ -40,17 +40,29 @@ async def repeat(name: str, take: Take, server: Sequence[str], repeats: int) -> 
     """Take a row until there are `repeats` clean attempts, `EXTRA_ATTEMPTS` more at most."""
     attempts: list[Attempt] = []
     for number in range(repeats + EXTRA_ATTEMPTS):
-        if sum(is_clean(attempt.cpu) for attempt in attempts) == repeats:
+        if is_enough(attempts, repeats):
             break
-        before = cpu_times(server)
-        try:
-            figures = await take(number)
-        except PdrtError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            continue
-        attempts.append(Attempt(figures, cpu_shares(before, cpu_times(server))))
-        _progress(name, number, attempts[-1])
+        if (attempt := await attempt_once(name, take, server, number)) is not None:
+            attempts.append(attempt)
     return settle(name, attempts, repeats)
+
+
+async def attempt_once(name: str, take: Take, server: Sequence[str], number: int) -> Attempt | None:
+    """Take a row once; None where that failed, which is said."""
+    before = cpu_times(server)
+    try:
+        figures = await take(number)
+    except PdrtError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return None
+    attempt = Attempt(figures, cpu_shares(before, cpu_times(server)))
+    _progress(name, number, attempt)
+    return attempt
+
+
+def is_enough(attempts: Sequence[Attempt], repeats: int) -> bool:
+    """So many of them are clean."""
+    return sum(is_clean(attempt.cpu) for attempt in attempts) >= repeats
 
 
 def settle(name: str, attempts: Sequence[Attempt], repeats: int) -> Row:

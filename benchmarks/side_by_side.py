@@ -24,13 +24,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bars import Document
-from documents import Output, finish, is_clean
-from rows import EXTRA_ATTEMPTS, Attempt, Row, flat, print_rows, settle
+from documents import Output, finish
+from local import children
+from rows import (
+    EXTRA_ATTEMPTS,
+    Attempt,
+    Row,
+    attempt_once,
+    flat,
+    is_enough,
+    print_rows,
+    settle,
+    unclean,
+)
 from standard import ROWS, Standard
 
 from pdrt.cli.bench.flags import parser, settings_of
-from pdrt.cli.bench.machine import cpu_shares, cpu_times
-from pdrt.errors import PdrtError
 
 SETTLE_SECONDS = 3.0
 """After an endpoint goes on: its timers catch up, its connections are made again."""
@@ -57,28 +66,9 @@ class Endpoint:
             self.signal(signal.SIGSTOP)
 
     def signal(self, number: signal.Signals) -> None:
-        for pid in _with_descendants(self._roots):
-            os.kill(pid, number)
-
-    async def attempt(self, row: str, number: int) -> Attempt | None:
-        """None where a request failed."""
-        before = cpu_times(self.server)
-        try:
-            figures = await self.standard.take_once(row, number)
-        except PdrtError as error:
-            print(f"{self.name}, {row}: {error}", file=sys.stderr)
-            return None
-        taken = Attempt(figures, cpu_shares(before, cpu_times(self.server)))
-        print(f"{self.name}, {row}: {figures}", file=sys.stderr, flush=True)
-        return taken
-
-
-def _with_descendants(roots: Sequence[int]) -> list[int]:
-    found = list(roots)
-    for pid in found:
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += map(int, children.read_text().split())
-    return found
+        for root in self._roots:
+            for pid in (root, *children(root)):
+                os.kill(pid, number)
 
 
 def take(endpoints: Sequence[Endpoint], row: str, repeats: int) -> list[Row]:
@@ -86,10 +76,11 @@ def take(endpoints: Sequence[Endpoint], row: str, repeats: int) -> list[Row]:
     attempts: list[list[Attempt]] = [[] for _ in endpoints]
     for number in range(repeats + EXTRA_ATTEMPTS):
         for endpoint, taken in zip(endpoints, attempts, strict=True):
-            if sum(is_clean(attempt.cpu) for attempt in taken) >= repeats:
+            if is_enough(taken, repeats):
                 continue
+            name, once = f"{endpoint.name}, {row}", endpoint.standard.taker(row)
             with endpoint.going_on():
-                attempt = asyncio.run(endpoint.attempt(row, number))
+                attempt = asyncio.run(attempt_once(name, once, endpoint.server, number))
             if attempt is not None:
                 taken.append(attempt)
     return [settle(row, taken, repeats) for taken in attempts]
@@ -118,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
         rows = [row[index] for row in taken]
         print(f"\n{endpoint.name}")
         print_rows(rows)
-        document = Document("serve", flat(rows), tuple(r.name for r in rows if not r.is_clean))
+        document = Document("serve", flat(rows), unclean(rows))
         detail = {"url": endpoint.standard.root, "rows": rows}
         finish(document, detail, Output(given.json_to / f"{endpoint.name}.json"))
     return 0

@@ -67,13 +67,10 @@ class Standard:
         is_pdrt = self.layout() is not None
         kept = [name for name in names if name != "prefix" or is_pdrt]
         server = self._settings.server
-        return [await repeat(name, self._taker(name), server, repeats) for name in kept]
+        return [await repeat(name, self.taker(name), server, repeats) for name in kept]
 
-    async def take_once(self, name: str, attempt: int) -> Figures:
-        """Raises PdrtError if a request failed."""
-        return await self._taker(name)(attempt)
-
-    def _taker(self, name: str) -> Take:
+    def taker(self, name: str) -> Take:
+        """Takes the row once. Raises PdrtError if a request failed."""
         others: dict[str, Take] = {"mixed": self._mixed, "prefix": self._prefix}
         return others.get(name) or partial(self._plain, name)
 

@@ -1,11 +1,15 @@
-"""Hypothesis without deadlines: no test here asserts how long anything takes."""
+"""Hypothesis without deadlines: no test here asserts how long anything takes. And the product's
+event loop, for tests that are not coroutines themselves."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -24,3 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--soak-report", type=Path, metavar="FILE", help="write what was seen here, as JSON"
     )
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        yield runner

@@ -60,9 +60,7 @@ class Answers:
 
     def first_token(self, request: DecodeRequest, spoken: Spoken) -> None:
         """Of a room."""
-        self._metrics.count_output_tokens(1)
-        if spoken.index:
-            self._metrics.observe_itl(spoken.at - request.last_token_at)
+        self._count([(request, spoken)])
         self._links.send(self._tokens(request, spoken))
 
     def prefilled_here(self, request: DecodeRequest, now: float) -> None:
@@ -72,11 +70,15 @@ class Answers:
 
     def step(self, spoken: Sequence[tuple[DecodeRequest, Spoken]]) -> None:
         """What a step has yielded."""
+        self._count(spoken)
+        self._links.send_step([self._tokens(request, one) for request, one in spoken])
+
+    def _count(self, spoken: Sequence[tuple[DecodeRequest, Spoken]]) -> None:
+        """Them, and the gaps before them: most of a step's waited for the same two steps."""
         self._metrics.count_output_tokens(len(spoken))
         gaps = Counter(one.at - request.last_token_at for request, one in spoken if one.index)
-        for seconds, times in gaps.items():  # most of them waited for the same two steps
+        for seconds, times in gaps.items():
             self._metrics.observe_itl(seconds, times)
-        self._links.send_step([self._tokens(request, one) for request, one in spoken])
 
     def _tokens(self, request: DecodeRequest, spoken: Spoken) -> Tokens:
         request.last_token_at = spoken.at

@@ -59,7 +59,8 @@ class Grammars:
 
     def failure(self, request: RequestId) -> str | None:
         """Why its output could not follow its grammar in the last step, if so."""
-        matcher = self._matchers.get(request)
+        # Asked for each token: a name is not looked up where there are none.
+        matcher = self._matchers.get(request) if self._matchers else None
         return None if matcher is None else matcher.failure
 
     def forget(self, request: RequestId) -> None:

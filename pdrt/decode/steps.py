@@ -129,8 +129,7 @@ class Steps:
         self._worker.answers.stepped(result.seconds, plan)
         outcomes: list[Outcome] = []
         for index, request in enumerate(plan.sequences):
-            has_grammar = request.sampling.grammar is not None
-            failure = self._worker.grammars.failure(request.request) if has_grammar else None
+            failure = self._worker.grammars.failure(request.request)
             if failure is not None:
                 outcomes.append(self._failed(request, End(FinishReason.REJECTED, failure)))
             elif request.prefills_here:

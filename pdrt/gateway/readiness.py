@@ -40,12 +40,15 @@ def mismatches(registry: Registry, worker: Worker) -> list[str]:
     role, other = worker.register.role, Role.PREFILL
     if role is Role.PREFILL:
         other = Role.DECODE
-    found: list[str] = []
-    for peer in registry.of_role(other):
-        if differences := worker.register.fingerprint.differences(peer.register.fingerprint):
-            what = ", ".join(differences)
-            found.append(f"{worker.name} and {peer.name} cannot be paired: {what}")
-    return found[:REASONS_MAX]
+    found = (_mismatch(worker, peer) for peer in registry.of_role(other))
+    return [words for words in found if words is not None][:REASONS_MAX]
+
+
+def _mismatch(one: Worker, other: Worker) -> str | None:
+    differences = one.register.fingerprint.differences(other.register.fingerprint)
+    if not differences:
+        return None
+    return f"{one.name} and {other.name} cannot be paired: {', '.join(differences)}"
 
 
 def _reasons(registry: Registry) -> Iterator[str]:
@@ -91,10 +94,8 @@ def _complaints(registry: Registry, worker: Worker) -> list[str]:
 
 def _pair_complaints(prefill: Worker, decode: Worker) -> list[str]:
     """Of two that are not paired."""
-    differences = prefill.register.fingerprint.differences(decode.register.fingerprint)
-    if differences:
-        what = ", ".join(differences)
-        return [f"{prefill.name} and {decode.name} cannot be paired: {what}"]
+    if (mismatch := _mismatch(prefill, decode)) is not None:
+        return [mismatch]
     if decode.register.refused:
         return [f"{decode.name}: {refused}" for refused in decode.register.refused]
     if prefill.register.endpoint in decode.unpaired:

@@ -207,7 +207,7 @@ class DecodeScheduler:
             assert not request.is_in_step, request.request
             if request.state is not RequestState.RUNNING or self._computable(request) <= 0:
                 continue
-            if request.here is not None:
+            if request.prefills_here:
                 prompts.append(request)
             elif self._grow(request, pool, preempted, now):
                 request.step_tokens = 1
@@ -267,9 +267,8 @@ class DecodeScheduler:
 
     def stepped(self, request: DecodeRequest) -> None:
         """A step with this request in it is over: the KV of what it fed is in the pool."""
-        assert request.is_in_step, request.request
         request.computed += request.step_tokens
-        request.step_tokens = 0
+        self.step_failed(request)
 
     def step_failed(self, request: DecodeRequest) -> None:
         """A step with this request in it is over, and yielded nothing."""

@@ -112,13 +112,13 @@ async def test_too_few_descriptors_for_a_restart(monkeypatch: pytest.MonkeyPatch
     stage = Stage({"prefill": SERVE})
     async with running(stage) as task:
         _, pid = await stage.next_life()
-        before = len(os.listdir("/proc/self/fd"))
+        before = len(os.listdir("/proc/self/fd"))  # perhaps with one that is about to be closed
         with no_more_fds():
             os.kill(pid, signal.SIGKILL)
             while stage.ended.count("prefill") < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await stage.next_life()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         stage.stop()
         assert await task == 0
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
 from pdrt.gateway.chat.bodies import CHOICES_MAX, TOOLS_MAX
 from pdrt.gateway.schema.bounds import (
@@ -38,12 +37,6 @@ class Counting(Gateway):
     def _work(self, peer: bytes, message: GatewayToWorker) -> None:
         self.submits += isinstance(message, Submit)
         super()._work(peer, message)
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,8 @@ class Network:
         self.aliases: dict[str, str] = {}
         """Endpoints that are dialled under another name too: the newest connection of a routing id
         gets the answers."""
+        self.late_until = 0.0
+        """When the last message arrives of those that others may overtake."""
         self._blocked: dict[Way, float] = {}
 
     def block(self, source: str, target: str, seconds: float) -> None:
@@ -69,6 +71,8 @@ class Network:
             if in_order:
                 connection.last_there = max(connection.last_there, self.world.sim.now + delay)
                 delay = connection.last_there - self.world.sim.now  # noqa: PLW2901
+            else:
+                self.late_until = max(self.late_until, self.world.sim.now + delay)
             self.world.sim.after(delay, target.post, target.receive, message)
 
     def to_decode(
@@ -86,6 +90,8 @@ class Network:
             if in_order:
                 connection.last_back = max(connection.last_back, self.world.sim.now + delay)
                 delay = connection.last_back - self.world.sim.now  # noqa: PLW2901
+            else:
+                self.late_until = max(self.late_until, self.world.sim.now + delay)
             self.world.sim.after(delay, decode.post, decode.receive, endpoint, message)
 
     def _changed(self, message: Any) -> Any:

@@ -232,6 +232,9 @@ class World:
 
     def unfinished(self) -> str | None:
         """What has still to end, in words (I7)."""
+        if self.sim.now < self.network.late_until:
+            # A dead decode worker's last `Hello` has engines opened for it, and closed again.
+            return "messages of the time of faults are still under way"
         for request in self.requests:
             if request.state is RequestState.WAITING:
                 return f"request {request.serial} has had no answer"
