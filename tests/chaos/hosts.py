@@ -3,6 +3,7 @@ packets can be lost, and a relay for each, where connections can be."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdrt.cli.torture.network import SWITCH, Network, Way
+from pdrt.cli.torture.network import missing as missing_namespaces
+from pdrt.errors import PdrtError
 from pdrt.transfer.cluster_key import write_new_key
 from tests.chaos.cluster import Cluster
 from tests.chaos.relay import MARK
@@ -18,6 +21,46 @@ from tests.e2e.deployment import ROOT
 RELAY_PORT = 4999
 UPLINK_HOST = 254
 """Of the tests themselves, where the clients are."""
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why there can be no hosts with relays here, by trying; None when there can."""
+    if (why := missing_namespaces()) is not None:
+        return why
+    try:
+        with Network(["probe"]) as network:
+            network.cut("probe", "probe", share=0.5)
+            redirect(network, "probe")
+            make_uplink(network)
+    except PdrtError as error:
+        return f"this machine refuses: {error}"
+    return None
+
+
+def redirect(network: Network, host: str) -> None:
+    """Connections of this host to others go to its relay, whose own go out. Raises PdrtError."""
+    network.run(
+        *(host, "iptables", "--wait", "--table", "nat", "--append", "OUTPUT"),
+        *("--protocol", "tcp", "--destination", f"{network.subnet}.0/24"),
+        *("-m", "mark", "!", "--mark", str(MARK)),
+        *("--jump", "REDIRECT", "--to-ports", str(RELAY_PORT)),
+    )
+
+
+def make_uplink(network: Network) -> None:
+    """A port of the switch on the machine itself; it goes with the switch. Raises PdrtError."""
+    name = f"pdrt{os.getpid()}"
+    network.run(
+        *(SWITCH, "ip", "link", "add", "uplink", "type", "veth"),
+        *("peer", "name", name, "netns", str(os.getpid())),
+    )
+    network.run(SWITCH, "ip", "link", "set", "uplink", "master", "bridge", "up")
+    address = f"{network.subnet}.{UPLINK_HOST}/24"
+    for command in (f"address add {address} dev {name}", f"link set {name} up"):
+        done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise PdrtError(f"ip {command}: {done.stderr.strip()}")
 
 
 class HostRelay:
@@ -34,12 +77,7 @@ class HostRelay:
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._input, self._output = self._popen.stdin, self._popen.stdout
         assert self._output.readline() == "up\n"
-        network.run(
-            *(host, "iptables", "--wait", "--table", "nat", "--append", "OUTPUT"),
-            *("--protocol", "tcp", "--destination", f"{network.subnet}.0/24"),
-            *("-m", "mark", "!", "--mark", str(MARK)),
-            *("--jump", "REDIRECT", "--to-ports", str(RELAY_PORT)),
-        )
+        redirect(network, host)
 
     def tell(self, command: str) -> None:
         self._input.write(f"{command}\n")
@@ -68,7 +106,7 @@ class Hosts(Cluster):
         super().__enter__()
         try:
             self.network.__enter__()
-            self._make_uplink()
+            make_uplink(self.network)
             for names in self.names.values():
                 for name in names:
                     self.relays[name] = HostRelay(self.network, name)
@@ -108,15 +146,3 @@ class Hosts(Cluster):
         """Undo the same `cut`."""
         for other in self.others(name):
             self.network.mend(name, other, ways, share)
-
-    def _make_uplink(self) -> None:
-        """A port of the switch on the machine itself; it goes with the switch."""
-        name = f"pdrt{os.getpid()}"
-        self.network.run(
-            *(SWITCH, "ip", "link", "add", "uplink", "type", "veth"),
-            *("peer", "name", name, "netns", str(os.getpid())),
-        )
-        self.network.run(SWITCH, "ip", "link", "set", "uplink", "master", "bridge", "up")
-        address = f"{self.network.subnet}.{UPLINK_HOST}/24"
-        for command in (f"address add {address} dev {name}", f"link set {name} up"):
-            subprocess.run(["ip", *command.split()], check=True)

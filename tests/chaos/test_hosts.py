@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdrt.cli.torture.network import missing
 from tests.chaos.chaos import Chaos
-from tests.chaos.hosts import Hosts
+from tests.chaos.hosts import Hosts, missing
 from tests.chaos.network_faults import SHORT_HOST_ROUND
 from tests.chaos.shapes import Shapes
 from tests.e2e.reference import Reference

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdrt.cli.torture.network import NAMES, Network, Way, missing
-from tests.chaos.hosts import HostRelay
+from pdrt.cli.torture.network import NAMES, Network, Way
+from tests.chaos.hosts import HostRelay, missing
 
 PORT = 5001
 SERVER = """

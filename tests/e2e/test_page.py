@@ -16,7 +16,7 @@ playwright = pytest.importorskip("playwright.async_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: chromium)"),
 ]
 MILLISECONDS = HANG_SECONDS * 1000
 

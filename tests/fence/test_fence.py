@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 
 from pdrt.cli.torture.command import Settings, run
@@ -11,16 +9,26 @@ from pdrt.cli.torture.engines import ENGINES
 from pdrt.cli.torture.network import missing
 from pdrt.cli.torture.report import Verdict, is_broken, remarks
 from pdrt.cli.torture.trial import Fabric, Fault
+from pdrt.config import MooncakeConfig
+from pdrt.errors import ConfigError
+from pdrt.transfer.mooncake.library import load
 
 pytestmark = pytest.mark.e2e
 
 TIMEOUT_SECONDS = 1.0
 
 
+def needs_mooncake() -> None:
+    try:
+        load(MooncakeConfig(mooncake_protocol="tcp"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_nothing_lands_behind_the_fence(engine: str) -> None:
-    if engine == "mooncake" and find_spec("mooncake") is None:
-        pytest.skip("mooncake is not installed")
+    if engine == "mooncake":
+        needs_mooncake()
     rows = await run(Settings(Fabric(engine), trials=1, timeout_seconds=TIMEOUT_SECONDS))
     assert not is_broken(rows), remarks(rows)
     found = {row.fault: row for row in rows}
