@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from pdrt.cli.torture.command import Settings, run
@@ -9,9 +11,7 @@ from pdrt.cli.torture.engines import ENGINES
 from pdrt.cli.torture.network import missing
 from pdrt.cli.torture.report import Verdict, is_broken, remarks
 from pdrt.cli.torture.trial import Fabric, Fault
-from pdrt.config import MooncakeConfig
-from pdrt.errors import ConfigError
-from pdrt.transfer.mooncake.library import load
+from pdrt.transfer.mooncake.library import import_failure, wheel_for_this_machine
 
 pytestmark = pytest.mark.e2e
 
@@ -20,9 +20,9 @@ TIMEOUT_SECONDS = 1.0
 
 def needs_mooncake() -> None:
     try:
-        load(MooncakeConfig(mooncake_protocol="tcp"))
-    except ConfigError as error:
-        pytest.skip(str(error))
+        importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        pytest.skip(import_failure(str(error), wheel_for_this_machine()))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
