@@ -15,6 +15,7 @@ from pdrt.cli.cores import Share, ranges
 from pdrt.cli.options import options_of
 from pdrt.config import DeviceConfig, GatewayConfig, ModelConfig, UpConfig, WorkerConfig
 from pdrt.errors import ConfigError
+from pdrt.model.resources import parse_id_list
 
 GATEWAY = "gateway"
 LOOPBACK = "127.0.0.1"  # where workers and gateway meet; only the HTTP port follows --host
@@ -43,6 +44,7 @@ def deployment_of(
     names += [f"decode-{n}" for n in range(up.decode_workers)]
     assert len(shares) == len(names)
     ranks = up.device.tensor_parallel_size or 1
+    _check_gpus(up, len(names), ranks)
     dealt = [_deal(gpus, worker * ranks, ranks) for worker in range(len(names))]
     crowd = Counter(gpu for mine in dealt for gpu in mine)
     named = replace(up.model, model=str(model), served_model_name=served_name(up.model))
@@ -76,6 +78,19 @@ def _shared_fields(up: UpConfig, config_type: type[Config]) -> Config:
     return config_type(**{name: getattr(up, name) for name in names if hasattr(up, name)})
 
 
+def _check_gpus(up: UpConfig, workers: int, ranks: int) -> None:
+    """Raises ConfigError where devices are named that nobody would use."""
+    if up.device.gpus is None:
+        return
+    named, used = len(parse_id_list(up.device.gpus, "--gpus")), workers * ranks
+    if named > used:
+        raise ConfigError(
+            f"--gpus {up.device.gpus} names {named} devices, and {workers} workers of {ranks} "
+            f"ranks use {used}: give a larger --tensor-parallel-size (ranks of each worker), more "
+            f"--prefill-workers or --decode-workers, or name {used}"
+        )
+
+
 def _deal(gpus: Sequence[int], first: int, count: int) -> tuple[int, ...]:
     """`count` of them from place `first` on, beginning anew after the last one.
 
@@ -90,10 +105,14 @@ def _deal(gpus: Sequence[int], first: int, count: int) -> tuple[int, ...]:
 
 
 def _device(device: DeviceConfig, share: Share, gpus: Sequence[int]) -> DeviceConfig:
+    cpus = ranges(share.cpus) if share.cpus else None
+    if cpus is not None and len(share.cpus) < (device.tensor_parallel_size or 1):
+        # Ranks that have no core each take turns on all that `up` has, not on this worker's few.
+        cpus = device.cpus
     return replace(
         device,
         gpus=",".join(map(str, gpus)) if gpus else None,
-        cpus=ranges(share.cpus) if share.cpus else None,
+        cpus=cpus,
         threads=device.threads or share.threads,
     )
 

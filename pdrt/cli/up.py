@@ -38,7 +38,7 @@ from pdrt.cli.validate import validate
 from pdrt.config import ModelConfig, UpConfig
 from pdrt.errors import ConfigError
 from pdrt.model.cgroup import available_memory_bytes, cpu_quota
-from pdrt.model.resources import parse_id_list
+from pdrt.model.resources import named_cpus, parse_id_list
 
 STOP_GRACE_SECONDS = 5.0  # roles get their whole shutdown_timeout before `up` kills them
 POLL_SECONDS = 0.1
@@ -99,9 +99,9 @@ def _within_memory(config: UpConfig, model: Path, workers: int, terminal: Termin
 
 
 def _cpus(config: UpConfig) -> tuple[int, ...]:
-    if config.device.cpus is None:
+    cpus = named_cpus(config.device, config.device.tensor_parallel_size or 1)
+    if cpus is None:
         return allowed_cpus()
-    cpus = parse_id_list(config.device.cpus, "--cpus")
     if missing := sorted(set(cpus) - set(allowed_cpus())):
         raise ConfigError(f"--cpus {config.device.cpus}: core {missing[0]} cannot be used here")
     return cpus

@@ -91,19 +91,20 @@ def share_device(
     device: DeviceConfig, affinity: Collection[int], quota: float | None
 ) -> list[DeviceConfig]:
     """What each rank of a worker computes on: a GPU, where there are any, and its share of cores
-    and threads. With more ranks than cores, several take turns on one.
+    and threads. With more ranks than cores, and none named, several take turns on one.
 
     Args:
         affinity: cores this process may run on.
         quota: cores' worth of time that the cgroup grants, or None for no limit.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks.
+        ConfigError: what is named is not one GPU for each rank, or fewer cores than ranks.
     """
     ranks = rank_count(device)
+    _check_gpus(device, ranks)
     if ranks == 1:
         return [replace(device, gpus=_gpu_of(device, 0, 1))]
-    named = None if device.cpus is None else parse_id_list(device.cpus, "--cpus")
+    named = named_cpus(device, ranks)
     is_gpu = device.gpus is not None or device.device == "cuda"
     cpus = sorted(affinity) if named is None else named
     # Of a quota, or beside GPUs, nobody said which cores are whose.
@@ -121,16 +122,49 @@ def share_device(
     ]
 
 
+def named_cpus(device: DeviceConfig, ranks: int) -> tuple[int, ...] | None:
+    """The cores of `--cpus`, which every one of `ranks` ranks has a share of; None: not given.
+
+    Raises:
+        ConfigError: they are fewer than ranks.
+    """
+    if device.cpus is None:
+        return None
+    cpus = parse_id_list(device.cpus, "--cpus")
+    if len(cpus) < ranks:
+        raise ConfigError(
+            f"--cpus {device.cpus} names {_counted(len(cpus), 'core')} for {ranks} ranks "
+            "(--tensor-parallel-size): name one per rank at least, or leave --cpus out, and ranks "
+            "take turns on the cores that there are"
+        )
+    return cpus
+
+
+def _check_gpus(device: DeviceConfig, ranks: int) -> None:
+    """Neither is a rank left without a GPU nor a GPU without a rank, which nobody would notice."""
+    if device.gpus is None:
+        return
+    count = len(parse_id_list(device.gpus, "--gpus"))
+    if count == ranks:
+        return
+    names = f"--gpus {device.gpus} names {_counted(count, 'device')}"
+    if count < ranks:
+        raise ConfigError(f"{names} for --tensor-parallel-size {ranks}: name one per rank")
+    raise ConfigError(
+        f"{names}, of which --tensor-parallel-size {ranks} uses {ranks}: name {ranks}, or leave "
+        f"--tensor-parallel-size out, and the worker has {count} ranks; for several workers, start "
+        "each with devices of its own"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def _gpu_of(device: DeviceConfig, rank: int, ranks: int) -> str | None:
     if device.gpus is None:
         return str(rank) if device.device == "cuda" and ranks > 1 else None
-    gpus = parse_id_list(device.gpus, "--gpus")
-    if len(gpus) < ranks:
-        raise ConfigError(
-            f"--gpus {device.gpus} names {len(gpus)} devices for --tensor-parallel-size {ranks}; "
-            "give one per rank"
-        )
-    return str(gpus[rank])
+    return str(parse_id_list(device.gpus, "--gpus")[rank])
 
 
 def _cores_of(cpus: Sequence[int], rank: int, ranks: int) -> Sequence[int]:

@@ -120,6 +120,37 @@ def test_a_worker_of_several_ranks_gets_a_gpu_for_each() -> None:
     assert {w.device.gpus for w in workers.values()} == {None}, "ranks on CPUs share cores"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (None, "names 8 devices, and 2 workers of 1 ranks use 2: give a larger"),
+        (2, r"names 8 devices, and 2 workers of 2 ranks use 4: .*, or name 4"),
+    ],
+)
+def test_devices_that_nobody_would_use_are_refused(ranks: int | None, words: str) -> None:
+    up = UpConfig(device=DeviceConfig(gpus="0-7", tensor_parallel_size=ranks))
+    with pytest.raises(ConfigError, match=f"--gpus 0-7 {words}"):
+        deployment_of(up, Path("/m"), TWO, gpus=tuple(range(8)))
+
+
+def test_devices_that_are_there_need_not_all_be_used() -> None:
+    up = UpConfig(device=DeviceConfig(device="cuda"))
+    workers = deployment_of(up, Path("/m"), TWO, gpus=tuple(range(8))).workers
+    assert [w.device.gpus for w in workers.values()] == ["0", "1"]
+
+
+def test_ranks_keep_to_their_workers_cores_where_each_has_one() -> None:
+    up = UpConfig(device=DeviceConfig(tensor_parallel_size=2))
+    workers = deployment_of(up, Path("/m"), TWO, gpus=()).workers
+    assert {w.device.cpus for w in workers.values()} == {None}, "any, as there are too few"
+    named = UpConfig(device=DeviceConfig(tensor_parallel_size=2, cpus="0-1"))
+    workers = deployment_of(named, Path("/m"), TWO, gpus=()).workers
+    assert {w.device.cpus for w in workers.values()} == {"0-1"}
+    four = [Share((0, 1), 2), Share((2, 3), 2)]
+    workers = deployment_of(up, Path("/m"), four, gpus=()).workers
+    assert [w.device.cpus for w in workers.values()] == ["0-1", "2-3"]
+
+
 @pytest.mark.parametrize(("mask", "gpus"), [("", ()), ("3", (0,)), ("4,5", (0, 1))])
 def test_gpus_are_counted_through_the_mask(mask: str, gpus: tuple[int, ...]) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": mask}) == gpus

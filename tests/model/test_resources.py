@@ -120,7 +120,7 @@ def test_gpus_without_cuda_name_the_way_out(device: DeviceConfig) -> None:
         (DeviceConfig(), 1),
         (DeviceConfig(gpus="2"), 1),
         (DeviceConfig(gpus="0-3"), 4),
-        (DeviceConfig(gpus="0-3", tensor_parallel_size=2), 2),
+        (DeviceConfig(gpus="0-3", tensor_parallel_size=4), 4),
         (DeviceConfig(device="cpu", tensor_parallel_size=3), 3),
     ],
 )
@@ -130,13 +130,36 @@ def test_ranks_are_as_told_or_one_per_gpu(device: DeviceConfig, ranks: int) -> N
 
 
 def test_each_rank_has_a_gpu() -> None:
-    named = DeviceConfig(gpus="1,4-6", tensor_parallel_size=3)
+    named = DeviceConfig(gpus="1,4-5", tensor_parallel_size=3)
     assert [device.gpus for device in share_device(named, range(8), None)] == ["1", "4", "5"]
     counted = DeviceConfig(device="cuda", tensor_parallel_size=2)
     assert [device.gpus for device in share_device(counted, range(8), None)] == ["0", "1"]
     assert [device.cpus for device in share_device(counted, range(8), None)] == [None, None]
-    with pytest.raises(ConfigError, match=r"--gpus 0-1 names 2 devices for .*-size 4"):
-        share_device(DeviceConfig(gpus="0-1", tensor_parallel_size=4), range(8), None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "words"),
+    [
+        ("0-1", 4, "names 2 devices for --tensor-parallel-size 4: name one per rank"),
+        ("5", 2, "names 1 device for --tensor-parallel-size 2: name one per rank"),
+        ("0-3", 2, "names 4 devices, of which --tensor-parallel-size 2 uses 2: name 2, or leave"),
+        ("0,2", 1, "names 2 devices, of which --tensor-parallel-size 1 uses 1: name 1, or leave"),
+    ],
+)
+def test_gpus_that_are_not_one_per_rank_are_refused(gpus: str, ranks: int, words: str) -> None:
+    """Silently using the first would leave the others idle, and nobody would know."""
+    with pytest.raises(ConfigError, match=f"--gpus {gpus} {words}"):
+        share_device(DeviceConfig(gpus=gpus, tensor_parallel_size=ranks), range(8), None)
+
+
+def test_fewer_cores_than_ranks_are_refused_where_they_are_named() -> None:
+    words = r"--cpus 1,3 names 2 cores for 3 ranks \(--tensor-parallel-size\): name one per rank"
+    with pytest.raises(ConfigError, match=words):
+        share_device(DeviceConfig(cpus="1,3", tensor_parallel_size=3), range(8), None)
+    with pytest.raises(ConfigError, match="--cpus 1 names 1 core for 2 ranks"):
+        share_device(DeviceConfig(cpus="1", gpus="0-1"), range(8), None)
+    taking_turns = share_device(DeviceConfig(tensor_parallel_size=3), (1, 3), None)
+    assert [share.cpus for share in taking_turns] == ["1", "3", "1"], "none were named"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +168,7 @@ def test_each_rank_has_a_gpu() -> None:
         (DeviceConfig(tensor_parallel_size=2), None, ["0,1,2", "3,4,5"], 3),
         (DeviceConfig(tensor_parallel_size=4), None, ["0", "1,2", "3", "4,5"], 1),
         (DeviceConfig(tensor_parallel_size=2, cpus="2-4"), None, ["2", "3,4"], 1),
-        (DeviceConfig(tensor_parallel_size=3, cpus="1,3"), None, ["1", "3", "1"], 1),
+        (DeviceConfig(tensor_parallel_size=3, cpus="1-3"), None, ["1", "2", "3"], 1),
         (DeviceConfig(tensor_parallel_size=2, threads=2), None, ["0,1,2", "3,4,5"], 1),
         # A quota counts time on any core.
         (DeviceConfig(tensor_parallel_size=2), 4.5, [None, None], 2),
