@@ -39,6 +39,11 @@ HAS_KERNELS = load_kernels(cpu_flags()) is not None
 THREE = {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 100}
 """Divides over one, two and three ranks; the middle of its MLP does not over three."""
 SPLIT = [family for family in FAMILIES if family.model_type in SPLIT_TYPES]
+ORDINARY = {
+    *("llama-tied", "llama-biases", "qwen3", "gemma2", "phi3-partial"),
+    *("phi", "mixtral", "qwen2-moe", "starcoder2"),  # through transformers' own forward
+}
+"""Each way in which a matrix is split, once; the others are slow."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 
 def as_param(family: Family) -> Any:
-    return pytest.param(family, id=family.name, marks=[pytest.mark.slow] * family.is_slow)
+    is_slow = family.name not in ORDINARY
+    return pytest.param(family, id=family.name, marks=[pytest.mark.slow] * is_slow)
 
 
 def write(directory: Path, config: str = "LlamaConfig", **settings: Any) -> Path:
