@@ -233,6 +233,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, _doc("address to bind to")] = "127.0.0.1"
     port: Annotated[Port, _doc("bootstrap channel port (prefill); 0 picks one")] = 0
     metrics_port: Annotated[Port, _doc("HTTP port of /metrics, /health, /ready; 0 picks one")] = 0
+    data_port: Annotated[
+        Port, _doc("port for KV of the tcp engine (decode), rank r's is r higher; 0 picks some")
+    ] = 0
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()

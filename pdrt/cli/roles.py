@@ -22,6 +22,7 @@ from pdrt.cli.ranks import start_ranks
 from pdrt.cli.security import security_warnings
 from pdrt.cli.validate import validate
 from pdrt.config import DeviceConfig, GatewayConfig, WorkerConfig
+from pdrt.errors import ConfigError
 from pdrt.model.cgroup import cpu_quota
 from pdrt.model.resources import parse_id_list, rank_count, share_device
 from pdrt.observe.logs import name_worker, setup_logging
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pdrt.model.collectives import RankPlace
 
 log = logging.getLogger(__name__)
+
+PORT_MAX = 65535
 
 Announce = Callable[[dict[str, Any]], None]
 
@@ -53,9 +56,8 @@ def _run_worker(role: str, arguments: Sequence[str]) -> int:
     if request.rank is not None:
         return _run_rank(role, request, request.rank)
     announce = _prepare(role, request)
-    check_port("--port", config.host, config.port)
-    check_port("--metrics-port", config.host, config.metrics_port)
     devices = _devices(config)
+    _check_ports(role, config, len(devices))
     ranks = start_ranks(role, config, len(devices))
     _limit_threads(devices[0])
     with no_garbage():
@@ -67,6 +69,17 @@ def _run_worker(role: str, arguments: Sequence[str]) -> int:
     if not ranks.children:
         return run(own, announce)
     return run(own, announce, ranks.children, _place(config, 0, ranks.rendezvous))
+
+
+def _check_ports(role: str, config: WorkerConfig, ranks: int) -> None:
+    check_port("--port", config.host, config.port)
+    check_port("--metrics-port", config.host, config.metrics_port)
+    if role == "decode" and config.data_port:
+        last = config.data_port + ranks - 1
+        if last > PORT_MAX:
+            raise ConfigError(f"--data-port {config.data_port}: {ranks} ranks would need {last}")
+        for port in range(config.data_port, last + 1):
+            check_port("--data-port", config.host, port)
 
 
 def _run_rank(role: str, request: Request[WorkerConfig], arguments: RankArguments) -> int:

@@ -71,7 +71,7 @@ def _workers_table(workers: Sequence[Record], rates: Rates) -> Table:
         table.add_row(
             _text(worker.get("role")),
             _identity(worker),
-            _text(worker.get("endpoint")),
+            _text(worker.get("endpoint") or load.get("data_endpoint")),
             Text(state + since, style="green" if state == "live" else "red"),
             _text(load.get("running")),
             _text(load.get("queued")),

@@ -202,6 +202,7 @@ class DecodeView:
                 "events": dict(worker.kv.cache.counts),
                 "tokens": dict(worker.kv.cache.tokens),
             },
+            "data_endpoint": self.data_endpoint(),
             "writers": self._writers(),
             "ranks": worker.ranks.seen(now),
             "gateways": worker.links.gateways(),
@@ -212,6 +213,11 @@ class DecodeView:
             "totals": worker.metrics.totals(),
         }
         return msgspec.json.encode(status)
+
+    def data_endpoint(self) -> str | None:
+        """Where rank 0 listens for KV; None without the tcp engine."""
+        receivers = self._worker.rank.parts.receivers.values()
+        return next((x.endpoint for x in receivers if isinstance(x, TcpReceiver)), None)
 
     def _writers(self) -> list[dict[str, Any]]:
         """The prefill workers that it is connected to."""

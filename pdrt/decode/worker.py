@@ -187,10 +187,12 @@ class DecodeWorker:
 
     def facts(self) -> dict[str, Any]:
         """What is announced once this worker is up."""
+        data = self.view.data_endpoint()
         return {
             "role": "decode",
             "incarnation": short(self.incarnation),
             "metrics": self.http.url,
+            **({} if data is None else {"data": data}),
             "pages": self.pages.total,
         }
 

@@ -44,7 +44,8 @@ def make_receivers(
         ConfigError: none can be had, or not the one that was asked for; says what to do.
     """
     shown_host = host_to_dial(config)
-    place = Place(rank, config.host, shown_host)
+    port = config.data_port + rank if config.data_port else 0
+    place = Place(rank, config.host, shown_host, port)
     makers: dict[str, Callable[[], Receiver]] = {
         "local": lambda: LocalReceiver(pool),
         "tcp": lambda: TcpReceiver(pool, rooms, place),

@@ -82,6 +82,7 @@ def test_a_port_in_use(tiny_model: Path) -> None:
             ("gateway", "--port", port),
             ("prefill", "--port", port),
             ("decode", "--metrics-port", port),
+            ("decode", "--data-port", port),
         ):
             line = refused(arguments[0], "--model", str(tiny_model), *arguments[1:])
             assert f"port {port} on 127.0.0.1 is in use" in line

@@ -147,6 +147,20 @@ async def test_a_port_that_cannot_be_bound_is_said() -> None:
         TcpReceiver(make_pool(1), WritableRooms(SIZE), Place(0, "192.0.2.1", HOST))
 
 
+async def test_a_port_that_was_asked_for(pair: TcpPair) -> None:
+    taken = pair.receiver.port
+    with pytest.raises(ConfigError, match=rf"port {taken} .* choose another --data-port"):
+        TcpReceiver(make_pool(1), WritableRooms(SIZE), Place(0, HOST, HOST, taken))
+
+
+async def test_a_successor_has_the_port_that_was_asked_for() -> None:
+    first = TcpReceiver(make_pool(1), WritableRooms(SIZE), Place(0, HOST, HOST))
+    first.close()
+    successor = TcpReceiver(make_pool(1), WritableRooms(SIZE), Place(0, HOST, HOST, first.port))
+    assert successor.endpoint == f"{HOST}:{first.port}"
+    successor.close()
+
+
 # Writes
 
 
@@ -257,7 +271,7 @@ async def test_a_port_without_an_answer_is_named(
             filler.connect_ex((HOST, port))
         shown = msgspec.structs.replace(descriptor_of(await pair.open()), port=port)
         segment = Segment(0, "tcp", msgspec.msgpack.encode(shown))
-        with pytest.raises(EngineError, match=rf"{HOST}:{port} does not answer .*firewall"):
+        with pytest.raises(EngineError, match=rf"{HOST}:{port} .* no answer .*open TCP port"):
             await pair.sender.open(DECODE, 2, [segment])
         for filler in fillers:
             filler.close()

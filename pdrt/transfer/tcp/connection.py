@@ -11,7 +11,7 @@ from pdrt.kv.pool import KvPool
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.tcp.memory import Stage, make_stage
 from pdrt.transfer.tcp.outbox import Outbox, Piece
-from pdrt.transfer.tcp.sockets import limit, prepare, receive_exactly, send_all
+from pdrt.transfer.tcp.sockets import limit, prepare, receive_exactly, send_all, source_address
 from pdrt.transfer.tcp.wire import (
     ANSWER_BYTES,
     REPLY_BYTES,
@@ -63,15 +63,14 @@ def dial(address: Address) -> socket.socket:
     where = f"decode rank {address.greeting.rank} at {address.host}:{address.port}"
     try:
         connection = socket.create_connection((address.host, address.port), DIAL_SECONDS_MAX)
-    except TimeoutError as error:
-        raise EngineError(
-            f"{where} does not answer within {DIAL_SECONDS_MAX:g} s: is a firewall between the "
-            "hosts? The decode worker's data port must be open to this one"
-        ) from error
     except OSError as error:
+        is_silent = isinstance(error, TimeoutError)
+        why = f"no answer within {DIAL_SECONDS_MAX:g} s" if is_silent else error.strerror or error
+        here = source_address(address.host) or "this host"
         raise EngineError(
-            f"{where} cannot be reached: {error.strerror or error}; is its --host an address that "
-            "this host can reach?"
+            f"{where} cannot be reached from {here}: {why}; open TCP port {address.port} there to "
+            f"{here} (the decode worker's --data-port chooses it), or give it a --host that is "
+            "reached from here"
         ) from error
     try:
         prepare(connection)

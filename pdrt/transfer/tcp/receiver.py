@@ -70,6 +70,8 @@ class Place(NamedTuple):
     """That it binds to."""
     shown_host: str
     """That peers dial."""
+    port: int = 0
+    """0: the system picks one."""
 
 
 class TcpReceiver:
@@ -79,7 +81,7 @@ class TcpReceiver:
     fence = FenceKind.RETIRE_GENERATION
 
     def __init__(self, pool: KvPool, rooms: WritableRooms, place: Place) -> None:
-        """Binds to a port that the system picks. On the loop that serves it.
+        """Listens from now on. On the loop that serves it.
 
         Raises:
             ConfigError: it cannot be bound.
@@ -99,9 +101,15 @@ class TcpReceiver:
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._retry: asyncio.TimerHandle | None = None
-        self._listener = _listen(place.host)
+        self._listener = _listen(place.host, place.port)
         self.port: int = self._listener.getsockname()[1]
+        log.info("listens for KV", extra={"rank": place.rank, "endpoint": self.endpoint})
         self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    @property
+    def endpoint(self) -> str:
+        """What peers dial, as HOST:PORT."""
+        return f"{self.place.shown_host}:{self.port}"
 
     async def open_segment(self, rank: int, endpoint: str, generation: int) -> Segment:
         """A new token. The memory is the same for all: what is let in differs."""
@@ -312,16 +320,17 @@ class Connection:
         return verdict
 
 
-def _listen(host: str) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, 0))
+        listener.bind((host, port))
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        which, flags = (f"port {port}", "--data-port or --host") if port else ("a port", "--host")
         raise ConfigError(
-            f"cannot bind a port for KV on {host}: {error}; choose another --host"
+            f"cannot bind {which} for KV on {host}: {error}; choose another {flags}"
         ) from error
     listener.setblocking(False)
     return listener

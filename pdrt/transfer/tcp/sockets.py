@@ -16,6 +16,17 @@ KEEPALIVE_PROBES = 3
 """A peer whose host is gone is noticed after a minute, where nothing is being sent."""
 
 
+def source_address(host: str) -> str | None:
+    """Of this machine's addresses the one from which `host` is reached; None: there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))  # sends nothing
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return address
+
+
 def prepare(connection: socket.socket) -> None:
     """Options of a connection that carries KV."""
     connection.settimeout(None)
