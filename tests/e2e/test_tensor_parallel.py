@@ -1,8 +1,9 @@
-"""Workers of two ranks each under `pdrt up`: what they answer is what one process alone says, and a
-rank that dies costs its worker one restart."""
+"""Workers of two ranks each under `pdrt up`: what they answer is what one process alone says, also
+beside a worker of one rank, and a rank that dies costs its worker one restart."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.e2e.clients import complete
 from tests.e2e.conftest import TINY_FLAGS
 from tests.e2e.deployment import Deployment, is_alive, until, wait
 from tests.e2e.reference import Reference, words
+from tests.e2e.streams import Streams
 
 pytestmark = pytest.mark.e2e
 
@@ -60,6 +62,24 @@ async def test_answers_are_those_of_one_rank(
     await answers(parallel, tiny_reference, 1)
     for rank in ("0", "1"):
         assert parallel.metric("pdrt_transfer_bytes_total", role="prefill", rank=rank) > 0
+
+
+async def test_a_pair_of_unlike_sizes(parallel: Deployment, tiny_reference: Reference) -> None:
+    """A decode worker of one rank joins, and reads what two have computed."""
+    process = parallel.decode("alone", *TINY_FLAGS, "--local-prefill", "off")
+    joined = await asyncio.to_thread(lambda: process.incarnation)
+
+    def is_paired() -> bool:
+        return any(w["worker"] == joined and w["paired"] for w in parallel.workers("decode"))
+
+    await until(is_paired, "the pair")
+    async with Streams(parallel) as streams:
+        await streams.begin([words(tiny_reference, 100, seed=2000 + n) for n in range(8)])
+    streams.assert_unharmed(tiny_reference)
+    assert parallel.metric("pdrt_transfer_bytes_total", role="decode", worker=joined) > 0
+    process.send(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait) == 0
+    parallel.processes.pop("alone").close()
 
 
 async def test_a_rank_that_dies_takes_its_worker_with_it(
