@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,11 @@ pytestmark = pytest.mark.e2e
 TIMEOUT_SECONDS = 1.0
 
 
+def as_param(engine: str) -> Any:
+    """The local engine's fence is shown by tests/decode/test_fences.py too, at whole workers."""
+    return pytest.param(engine, marks=[pytest.mark.slow] * (engine == "local"))
+
+
 def needs_mooncake() -> None:
     try:
         importlib.import_module("mooncake.engine")
@@ -25,7 +31,7 @@ def needs_mooncake() -> None:
         pytest.skip(import_failure(str(error), wheel_for_this_machine()))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", map(as_param, ENGINES))
 async def test_nothing_lands_behind_the_fence(engine: str) -> None:
     if engine == "mooncake":
         needs_mooncake()
