@@ -21,6 +21,10 @@ class OwnerKind(Enum):
     LEASE = "lease"
     ROOM = "room"
 
+    # Of the member, as equality is: Enum's own is a Python function that hashes the name, and
+    # owners are looked up for every page.
+    __hash__ = object.__hash__
+
 
 class Owner(NamedTuple):
     """One owner: its kind and what tells it from others of the kind (a room or request id)."""
@@ -72,7 +76,10 @@ class PageTable:
         assert count >= 0, count
         if count > len(self._free):
             raise PoolExhausted(f"{count} pages wanted, {len(self._free)} of {self.total} free")
-        pages = [self._free.pop() for _ in range(count)]
+        first = len(self._free) - count
+        pages = self._free[first:]
+        pages.reverse()
+        del self._free[first:]
         for page in pages:
             self._owners[page] = owner
         self._count(OwnerKind.FREE, owner.kind, count)
@@ -88,9 +95,7 @@ class PageTable:
         """`owner` gives `pages` back. O(len(pages))."""
         assert owner.kind is not OwnerKind.CACHE, "cached pages leave through evict()"
         self._require(pages, owner)
-        for page in reversed(pages):
-            self._owners[page] = None
-            self._free.append(page)
+        self._give_back(pages[::-1])
         self._count(owner.kind, OwnerKind.FREE, len(pages))
 
     def cache(self, pages: Sequence[int], owner: Owner) -> None:
@@ -136,6 +141,10 @@ class PageTable:
         assert page in self._holders, page
         return holder in self._holders[page]
 
+    def are_held_by(self, pages: Sequence[int], holder: Owner) -> bool:
+        """`holder` reads all of these cached pages."""
+        return all(holder in self._holders[page] for page in pages)
+
     def holders(self, page: int) -> frozenset[Owner]:
         """Who reads this cached page."""
         assert page in self._holders, page
@@ -150,14 +159,14 @@ class PageTable:
                     found.setdefault(holder, set()).add(page)
         return found
 
-    def evict(self, page: int) -> None:
-        """A cached page that nobody holds becomes free."""
-        assert page in self._holders, (page, "not cached")
-        assert not self._holders[page], (page, self._holders[page])
-        del self._holders[page]
-        self._owners[page] = None
-        self._free.append(page)
-        self._count(OwnerKind.CACHE, OwnerKind.FREE, 1)
+    def evict(self, pages: Sequence[int]) -> None:
+        """Cached pages that nobody holds become free, the last of them to be taken first."""
+        assert self._readable(pages), (pages, "not cached")
+        assert not any(map(self._holders.__getitem__, pages)), (pages, "held")
+        for page in pages:
+            del self._holders[page]
+        self._give_back(pages)
+        self._count(OwnerKind.CACHE, OwnerKind.FREE, len(pages))
 
     def counts(self) -> dict[OwnerKind, int]:
         """Pages by kind of owner, every kind named."""
@@ -183,9 +192,15 @@ class PageTable:
 
     def _require(self, pages: Sequence[int], owner: Owner) -> None:
         assert len(set(pages)) == len(pages), f"{owner} names a page twice: {pages}"
+        assert not pages or min(pages) >= 0, (pages, owner)
+        assert not pages or max(pages) < self.total, (pages, self.total)
+        owners = [self._owners[page] for page in pages]
+        assert owners.count(owner) == len(pages), (pages, owners, owner)
+
+    def _give_back(self, pages: Sequence[int]) -> None:
         for page in pages:
-            assert 0 <= page < self.total, (page, self.total)
-            assert self._owners[page] == owner, (page, self._owners[page], owner)
+            self._owners[page] = None
+        self._free.extend(pages)
 
     def _readable(self, pages: Sequence[int]) -> bool:
         """Cached pages, each named once."""

@@ -18,6 +18,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import NewType
 
 from pdrt.errors import PoolExhausted
@@ -36,11 +37,16 @@ def extend_keys(keys: list[PageKey], tokens: Sequence[int], page_size: int, salt
     Raises:
         OverflowError: an id is out of range.
     """
-    for index in range(len(keys), len(tokens) // page_size):
-        before = keys[-1] if keys else _root(salt)
-        page = array("I", tokens[index * page_size : (index + 1) * page_size])
-        digest = hashlib.blake2b(before + page.tobytes(), digest_size=KEY_BYTES).digest()
-        keys.append(PageKey(digest))
+    first, end = len(keys), len(tokens) // page_size
+    if first >= end:
+        return
+    before = keys[-1] if keys else _root(salt)
+    hashed = array("I", tokens[first * page_size : end * page_size]).tobytes()
+    page_bytes = len(hashed) // (end - first)
+    for start in range(0, len(hashed), page_bytes):
+        page = hashed[start : start + page_bytes]
+        before = hashlib.blake2b(before + page, digest_size=KEY_BYTES).digest()
+        keys.append(PageKey(before))
 
 
 def page_keys(tokens: Sequence[int], page_size: int, salt: str = "") -> list[PageKey]:
@@ -142,8 +148,9 @@ class PrefixCache:
 
     def make_room(self, count: int) -> None:
         """Evict until `count` pages are free, or nothing more can be evicted."""
-        while self.pages.free_count < count and self._idle:
-            self._evict(next(iter(self._idle)))
+        missing = count - self.pages.free_count
+        if missing > 0:
+            self._evict(list(islice(self._idle, missing)))
 
     def insert(self, keys: Sequence[PageKey], pages: Sequence[int], owner: Owner) -> list[int]:
         """`pages`, `owner`'s own or held by it, hold the prefix that `keys` name, from its
@@ -166,19 +173,18 @@ class PrefixCache:
 
     def _held_prefix(self, keys: Sequence[PageKey], pages: Sequence[int], owner: Owner) -> int:
         """How many of `pages`, from the first on, are cached already."""
-        for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
-            if self.pages.owner(page) is not CACHE:
-                return index
-            assert self._key_of[page] == key, (page, owner)
-            assert self.pages.is_held_by(page, owner), (page, owner)
-        return len(pages)
+        found = list(map(self._key_of.get, pages))
+        count = found.index(None) if None in found else len(pages)
+        assert found[:count] == list(keys[:count]), (pages, owner)
+        assert self.pages.are_held_by(pages[:count], owner), (pages, owner)
+        return count
 
     def _add(self, key: PageKey, before: PageKey | None, page: int) -> None:
         """A page that its owner holds becomes one of those under `key`."""
-        copies = self._pages_of.get(key, [])
-        self.counts["duplicate"] += bool(copies)
-        if copies and copies[0] in self._idle:
-            self._evict(copies[0])
+        if copies := self._pages_of.get(key):
+            self.counts["duplicate"] += 1
+            if copies[0] in self._idle:
+                self._evict(copies[:1])
         self._pages_of.setdefault(key, []).append(page)
         self._before[key] = before
         self._key_of[page] = key
@@ -195,17 +201,19 @@ class PrefixCache:
             if not self.pages.is_held(page):
                 self._idle[page] = None
                 if len(self._pages_of[self._key_of[page]]) > 1:
-                    self._evict(page)
+                    self._evict([page])
 
-    def _evict(self, page: int) -> None:
-        """An idle page becomes free."""
-        del self._idle[page]
-        key = self._key_of.pop(page)
-        self._pages_of[key].remove(page)
-        if not self._pages_of[key]:
-            del self._pages_of[key], self._before[key]
-        self.pages.evict(page)
-        self.counts["evicted"] += 1
+    def _evict(self, pages: Sequence[int]) -> None:
+        """Idle pages become free."""
+        for page in pages:
+            del self._idle[page]
+            key = self._key_of.pop(page)
+            copies = self._pages_of[key]
+            copies.remove(page)
+            if not copies:
+                del self._pages_of[key], self._before[key]
+        self.pages.evict(pages)
+        self.counts["evicted"] += len(pages)
 
     def check(self) -> None:
         """Raise AssertionError where the cache contradicts itself or the page table."""

@@ -111,11 +111,11 @@ def test_cached_pages_leave_through_evict_only(table: PageTable) -> None:
     refused(table, lambda: table.free(pages, ROOM))
     refused(table, lambda: table.free(pages, CACHE))
     refused(table, lambda: table.pass_on(pages, CACHE, SEQUENCE))
-    refused(table, lambda: table.evict(pages[0]))
+    refused(table, lambda: table.evict([pages[0]]))
     table.drop(pages, ROOM)
-    table.evict(pages[0])
-    table.evict(pages[1])
-    refused(table, lambda: table.evict(pages[0]))
+    table.evict([pages[0]])
+    table.evict([pages[1]])
+    refused(table, lambda: table.evict([pages[0]]))
 
 
 def test_page_with_two_readers_stays_until_both_have_dropped_it(table: PageTable) -> None:
@@ -124,10 +124,10 @@ def test_page_with_two_readers_stays_until_both_have_dropped_it(table: PageTable
     table.hold(pages, OTHER_ROOM)
     table.drop(pages, ROOM)
     assert table.is_held(pages[0])
-    refused(table, lambda: table.evict(pages[0]))
+    refused(table, lambda: table.evict([pages[0]]))
     table.drop(pages, OTHER_ROOM)
     assert not table.is_held(pages[0])
-    table.evict(pages[0])
+    table.evict([pages[0]])
 
 
 def test_holds_are_named_and_single(table: PageTable) -> None:
@@ -241,9 +241,9 @@ class PageTableMachine(RuleBasedStateMachine):
     def evict(self, page: int) -> None:
         if self.readers.get(page, True):
             with pytest.raises(AssertionError):
-                self.table.evict(page)
+                self.table.evict([page])
             return
-        self.table.evict(page)
+        self.table.evict([page])
         del self.owner[page], self.readers[page]
 
     @invariant()

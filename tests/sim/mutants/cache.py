@@ -26,13 +26,14 @@ def nothing(*_: Any) -> None:
 def unchecked() -> list[Patch]:
     """Pools and caches may contradict what they are said to hold."""
 
-    def yes(self: PageTable, page: int, holder: Owner) -> bool:
+    def yes(self: PageTable, pages: Any, holder: Owner) -> bool:
         return True
 
     return [
         (PrefixCache, "check", nothing),
         (prefill, "check_prefill", nothing),
         (PageTable, "is_held_by", yes),
+        (PageTable, "are_held_by", yes),
     ]
 
 
