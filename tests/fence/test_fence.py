@@ -31,7 +31,7 @@ def needs_mooncake() -> None:
         pytest.skip(import_failure(str(error), wheel_for_this_machine()))
 
 
-@pytest.mark.parametrize("engine", map(as_param, ENGINES))
+@pytest.mark.parametrize("engine", [as_param(engine) for engine in ENGINES])
 async def test_nothing_lands_behind_the_fence(engine: str) -> None:
     if engine == "mooncake":
         needs_mooncake()
