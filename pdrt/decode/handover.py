@@ -28,6 +28,7 @@ from pdrt.protocol.codec import encode, other_version
 from pdrt.protocol.effects import (
     ChecksumPages,
     CloseFence,
+    CloseOffers,
     CloseSegment,
     Connect,
     DecodeEffect,
@@ -148,7 +149,7 @@ class Handover:
                 self._versions.pop(effect.endpoint, None)
                 if channel := self._channels.pop(effect.endpoint, None):
                     channel.close()
-            case OpenSegment() | CloseSegment() | ChecksumPages():
+            case OpenSegment() | CloseOffers() | CloseSegment() | ChecksumPages():
                 self._ranks.tell(effect)
             case OpenFence():
                 self._open_fence(effect)

@@ -15,7 +15,7 @@ from pdrt.config import WorkerConfig
 from pdrt.errors import EngineError
 from pdrt.ids import RoomId
 from pdrt.kv.pool import KvPool
-from pdrt.protocol.effects import ChecksumPages, CloseSegment, OpenSegment
+from pdrt.protocol.effects import ChecksumPages, CloseOffers, CloseSegment, OpenSegment
 from pdrt.protocol.messages import Segment, SliceChecksums
 from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.engine import Receiver
@@ -23,7 +23,7 @@ from pdrt.transfer.engines import make_receivers
 from pdrt.transfer.mooncake.receiver import MooncakeReceiver
 from pdrt.transfer.writable import AdmitRoom, DismissRoom, WritableRooms
 
-ToDecodeRank = OpenSegment | CloseSegment | AdmitRoom | DismissRoom | ChecksumPages
+ToDecodeRank = OpenSegment | CloseOffers | CloseSegment | AdmitRoom | DismissRoom | ChecksumPages
 
 
 class SegmentOpened(msgspec.Struct, frozen=True, tag=True):
@@ -81,11 +81,15 @@ class DecodeRank:
         self.parts = parts
         self._start = start
         self._answer = answer
+        self._shown: dict[tuple[str, int], tuple[str, ...]] = {}
+        """By endpoint and generation: the engines through which the pool is exposed."""
 
     def handle(self, message: ToDecodeRank) -> None:
         match message:
             case OpenSegment():
                 self._start(self._open_segment(message), "open segment")
+            case CloseOffers():
+                self._start(self._close_offers(message), "close offers")
             case CloseSegment():
                 self._start(self._close_segment(message), "close segment")
             case AdmitRoom():
@@ -117,11 +121,20 @@ class DecodeRank:
         except EngineError as error:
             self._answer(SegmentRefused(str(error)))
             return
+        self._shown[endpoint, generation] = tuple(self.parts.receivers)
         self._answer(SegmentOpened(endpoint, generation, tuple(segments)))
 
+    async def _close_offers(self, message: CloseOffers) -> None:
+        name = message.endpoint, message.generation
+        shown, self._shown[name] = self._shown[name], (message.engine,)
+        for engine in shown:
+            if engine != message.engine:
+                await self.parts.receivers[engine].close_offer(*name)
+
     async def _close_segment(self, message: CloseSegment) -> None:
-        for receiver in self.parts.receivers.values():
-            await receiver.close_segment(message.endpoint, message.generation)
+        name = message.endpoint, message.generation
+        for engine in self._shown.pop(name):
+            await self.parts.receivers[engine].close_segment(*name)
         self._answer(SegmentClosed(message.endpoint, message.generation))
 
     async def _checksum(self, message: ChecksumPages) -> None:

@@ -50,6 +50,15 @@ class OpenSegment(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
+class CloseOffers(msgspec.Struct, frozen=True, tag=True):
+    """On every rank: the writer has taken `engine`; close what this generation shows beside it.
+    Nothing was ever written through that, so nobody waits for it."""
+
+    endpoint: str
+    generation: int
+    engine: str
+
+
 class CloseSegment(msgspec.Struct, frozen=True, tag=True):
     """On every rank: tear the segment down so that nobody can write through it any more; answer
     `segment_closed` once that is certain."""
@@ -145,6 +154,7 @@ DecodeEffect = (
     | Connect
     | Disconnect
     | OpenSegment
+    | CloseOffers
     | CloseSegment
     | OpenFence
     | CloseFence

@@ -16,6 +16,7 @@ from pdrt.ids import Incarnation
 from pdrt.protocol.clock import SilenceClock
 from pdrt.protocol.effects import (
     CloseFence,
+    CloseOffers,
     CloseSegment,
     Connect,
     DecodeEffect,
@@ -173,6 +174,15 @@ class Pairing:
         # Last, as what follows from it may retire the generation that the `Hello` shows.
         return [*effects, GenerationRetired(endpoint, generation)]
 
+    def segments_on(self, rank: int) -> list[tuple[str, int]]:
+        """Endpoint and generation of every segment that `rank` has not said to have torn down."""
+        return [
+            (peer.endpoint, number)
+            for peer in self.peers.values()
+            for number, generation in peer.generations.items()
+            if generation.state is not SegmentState.CLOSING or rank in generation.waiting
+        ]
+
     def retire(self, endpoint: str, now: float) -> list[PairingEffect]:
         """Fence whoever writes into the newest generation: no new grants on it, the next one in
         its place, and its teardown on every rank. Waits while another teardown is under way, or
@@ -224,6 +234,8 @@ class Pairing:
         peer.refusal = self._refusal(peer, message)
         if peer.refusal is None and message.engine is not None:
             effects += self._take_engine(peer, message, message.engine)
+        if peer.refusal is not None:
+            effects += self._offer_anew(peer, message.writer, now)
         peer.hello_pause = self._config.hello_interval_seconds
         self._silence.heard(endpoint, now)
         return [*effects, WriterWelcomed(endpoint, message)]
@@ -242,16 +254,28 @@ class Pairing:
         granted before the means are in hand."""
         peer.engine, peer.passed_over = engine, message.passed_over
         peer.fence_kind = self.engines[engine]
-        if generation := peer.generations.get(message.generation):
-            generation.engines[message.writer] = engine
+        effects: list[PairingEffect] = []
+        generation = peer.generations.get(message.generation)
+        is_first = generation is not None and generation.take(message.writer, engine)
+        if is_first and len(self.engines) > 1:
+            effects.append(CloseOffers(peer.endpoint, message.generation, engine))
         if peer.fence_kind is not FenceKind.PROCESS_DEATH:
-            return []
+            return effects
         if message.writer not in peer.fences:
             peer.fences[message.writer] = FenceState.OPENING
-            return [OpenFence(peer.endpoint, message.writer, message.ranks)]
-        if peer.fences[message.writer] is FenceState.REFUSED:
+            effects.append(OpenFence(peer.endpoint, message.writer, message.ranks))
+        elif peer.fences[message.writer] is FenceState.REFUSED:
             peer.refusal = peer.fence_refusal
-        return []
+        return effects
+
+    def _offer_anew(self, peer: WriterPeer, writer: Incarnation, now: float) -> list[PairingEffect]:
+        """Of the newest generation one engine is left, which another writer took. One that cannot
+        take it is shown all of them in the next. (Who did take it may refuse for as long as it
+        leaves: its rooms go on.)"""
+        newest = peer.newest
+        if newest is None or newest.engine is None or writer in newest.writers:
+            return []
+        return self.retire(peer.endpoint, now)
 
     def _refusal(self, peer: WriterPeer, message: Welcome) -> str | None:
         if message.refusal is not None:
@@ -264,9 +288,9 @@ class Pairing:
             offered = ", ".join(self.engines)
             return f"prefill writes through {message.engine}, decode offers {offered}"
         generation = peer.generations.get(message.generation)
-        taken = generation and generation.engines.get(message.writer)
-        if taken is not None and taken != message.engine:
-            return f"prefill writes through {message.engine}, and did through {taken} before"
+        taken = generation and generation.engine
+        if taken not in (None, message.engine):
+            return f"prefill writes through {message.engine}, this generation is of {taken}"
         return None
 
     def _hello(self, peer: WriterPeer, now: float) -> list[PairingEffect]:

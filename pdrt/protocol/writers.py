@@ -51,8 +51,10 @@ class Generation:
         """By when every rank must have confirmed the step that is under way."""
         self.segments: dict[int, tuple[Segment, ...]] = {}
         """By rank, one for each engine on offer."""
-        self.engines: dict[Incarnation, str] = {}
-        """What each writer writes through on this generation. None changes it."""
+        self.engine: str | None = None
+        """What its first writer took. The other offers are closed then, and nobody takes them."""
+        self.writers: set[Incarnation] = set()
+        """Those that write through it."""
         # Ranks that have not confirmed the step that is under way.
         self.waiting = set(range(ranks))
 
@@ -63,6 +65,14 @@ class Generation:
         if not self.waiting and self.state is SegmentState.OPENING:
             self.state = SegmentState.OPEN
         return self.state is SegmentState.OPEN
+
+    def take(self, writer: Incarnation, engine: str) -> bool:
+        """This writer writes through `engine`; True for the first one, while all offers stand."""
+        assert self.engine in (None, engine), (self.number, self.engine, engine)
+        self.writers.add(writer)
+        is_first = self.engine is None
+        self.engine = engine
+        return is_first and self.state is SegmentState.OPEN
 
     def close(self, ranks: int, deadline: float) -> None:
         """Every rank is to tear down."""
@@ -178,3 +188,4 @@ class WriterPeer:
         assert len(alive) <= 1, [g.number for g in alive]
         assert all(g.number >= self.floor for g in self.generations.values())
         assert all(g.waiting <= set(range(ranks)) for g in self.generations.values())
+        assert all(bool(g.writers) == (g.engine is not None) for g in self.generations.values())

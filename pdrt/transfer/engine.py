@@ -59,6 +59,9 @@ class Receiver(Protocol):
     async def close_segment(self, endpoint: str, generation: int) -> None:
         """Tear it down; returns once nobody can write through it any more."""
 
+    async def close_offer(self, endpoint: str, generation: int) -> None:
+        """Tear down one that no writer has taken: nothing was written through it."""
+
     def close(self) -> None:
         """Let go of everything, at exit."""
 

@@ -56,6 +56,9 @@ class LocalReceiver:
     async def close_segment(self, endpoint: str, generation: int) -> None:
         """Nothing to tear down, and nothing proved by it."""
 
+    async def close_offer(self, endpoint: str, generation: int) -> None:
+        """The same."""
+
     def close(self) -> None:
         """Nothing to let go of: the pool's owner closes it."""
 

@@ -21,7 +21,7 @@ from pdrt.decode.rank import (
 )
 from pdrt.errors import EngineError
 from pdrt.ids import Incarnation, RoomId
-from pdrt.protocol.effects import ChecksumPages, CloseSegment, OpenSegment
+from pdrt.protocol.effects import ChecksumPages, CloseOffers, CloseSegment, OpenSegment
 from pdrt.protocol.messages import Segment, SliceChecksums
 from pdrt.protocol.writers import FenceKind
 from pdrt.transfer.writable import WritableRooms
@@ -46,6 +46,10 @@ class ScriptedReceiver:
     async def close_segment(self, endpoint: str, generation: int) -> None:
         await asyncio.sleep(0)
         self._did.append(f"{self.name} closed {endpoint} {generation}")
+
+    async def close_offer(self, endpoint: str, generation: int) -> None:
+        await asyncio.sleep(0)
+        self._did.append(f"{self.name} closed the offer {endpoint} {generation}")
 
     def close(self) -> None:
         self._did.append(f"{self.name} closed")
@@ -102,9 +106,18 @@ async def test_a_pool_that_cannot_be_exposed(rank: Rank) -> None:
 
 
 async def test_a_segment_is_closed_once_no_engine_can_write_through_it(rank: Rank) -> None:
+    await rank.told(OpenSegment(ENDPOINT, 4))
     await rank.told(CloseSegment(ENDPOINT, 4))
     assert rank.did == [f"one closed {ENDPOINT} 4", f"two closed {ENDPOINT} 4"]
-    assert rank.said == [SegmentClosed(ENDPOINT, 4)]
+    assert rank.said[1:] == [SegmentClosed(ENDPOINT, 4)]
+
+
+async def test_what_no_writer_took_is_closed_at_once_and_only_once(rank: Rank) -> None:
+    await rank.told(OpenSegment(ENDPOINT, 4))
+    rank.rank.handle(CloseOffers(ENDPOINT, 4, "two"))
+    await rank.told(CloseSegment(ENDPOINT, 4))
+    assert sorted(rank.did) == [f"one closed the offer {ENDPOINT} 4", f"two closed {ENDPOINT} 4"]
+    assert rank.said[1:] == [SegmentClosed(ENDPOINT, 4)], "an offer's end is not answered"
 
 
 async def test_checksums_are_of_its_own_slices(rank: Rank) -> None:
@@ -122,6 +135,7 @@ async def test_it_lets_go_of_every_engine(rank: Rank) -> None:
     "message",
     [
         OpenSegment(ENDPOINT, 1),
+        CloseOffers(ENDPOINT, 1, "tcp"),
         CloseSegment(ENDPOINT, 1),
         ChecksumPages(ROOM, (1,), (SliceChecksums(0, 0, 8, (2**64 - 1,)),)),
     ],

@@ -10,12 +10,14 @@ import pytest
 from pdrt.protocol.decode_peers import EngineState
 from pdrt.protocol.effects import (
     CloseEngine,
+    CloseOffers,
     CloseSegment,
     EndLease,
     FailRoom,
     KillWriter,
     OpenEngine,
     OpenFence,
+    OpenSegment,
 )
 from pdrt.protocol.engine_choice import candidates, in_order, none_in_common, on_offer, passed_over
 from pdrt.protocol.messages import Outcome, Segment, Welcome
@@ -250,7 +252,7 @@ def test_a_writer_that_changes_its_engine_within_a_generation_is_refused() -> No
     decode.tick(1.0)
     decode.welcome(engine="local")
     refusal = decode.pairing.peers[ENDPOINT].refusal
-    assert refusal == "prefill writes through local, and did through tcp before"
+    assert refusal == "prefill writes through local, this generation is of tcp"
     assert not decode.table.is_usable(ENDPOINT)
 
 
@@ -285,7 +287,73 @@ def test_a_death_fences_what_was_written_through_memory_and_nothing_else() -> No
     assert decode.freed == [by_memory, by_socket]
 
 
-def test_each_writer_of_a_generation_is_fenced_by_its_own_means() -> None:
+def test_offers_beside_what_was_taken_are_closed() -> None:
+    decode = mixed()
+    assert only(decode.welcome(generation=0, engine=None), CloseOffers) == []
+    decode.tick(1.0)
+    effects = decode.welcome(engine="tcp")
+    assert only(effects, CloseOffers) == [CloseOffers(ENDPOINT, 1, "tcp")]
+    decode.tick(1.0)
+    assert only(decode.welcome(engine="tcp"), CloseOffers) == [], "once"
+    decode.tick(1.0)
+    assert only(decode.welcome(NEXT_WRITER, engine="tcp"), CloseOffers) == [], "for all writers"
+    assert decode.table.is_usable(ENDPOINT)
+
+
+def test_nothing_is_closed_beside_the_only_engine() -> None:
+    decode = Decode()
+    decode.want()
+    decode.open_segments(1)
+    assert only(decode.welcome(), CloseOffers) == []
+
+
+def test_offers_of_a_generation_that_is_torn_down_go_with_it() -> None:
+    decode = mixed()
+    hello = decode.last_hello()
+    decode.note(decode.pairing.retire(ENDPOINT, decode.now))
+    assert only(decode.welcome(hello=hello, engine="tcp"), CloseOffers) == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"engine": "local"},
+        {"engine": None, "generation": 0, "refusal": "tcp: the port is blocked"},
+    ],
+)
+def test_a_successor_that_cannot_take_what_was_taken_is_shown_all_again(
+    answer: dict[str, object],
+) -> None:
+    decode = mixed()
+    decode.welcome(engine="tcp")
+    decode.tick(1.0)
+    effects = decode.welcome(NEXT_WRITER, **answer)
+    assert not decode.table.is_usable(ENDPOINT), "what it has opened is closed by now"
+    assert only(effects, OpenFence) == []
+    assert only(effects, OpenSegment) == [OpenSegment(ENDPOINT, 2)]
+    assert only(effects, CloseSegment) == [CloseSegment(ENDPOINT, 1)]
+    decode.open_segments(2)
+    assert only(decode.welcome(NEXT_WRITER, **answer), CloseSegment) == [], "all were shown"
+    decode.close_segments(1)
+    decode.tick(1.0)
+    decode.welcome(NEXT_WRITER, engine="local")
+    decode.fence_opened(NEXT_WRITER)
+    assert decode.table.is_usable(ENDPOINT)
+
+
+def test_a_writer_that_leaves_keeps_its_generation() -> None:
+    """Its rooms go on; only new ones are refused."""
+    decode = mixed()
+    decode.welcome(engine="tcp")
+    room = decode.grant([1, 2])
+    decode.tick(1.0)
+    effects = decode.welcome(generation=1, engine="tcp", refusal="it drains")
+    assert only(effects, CloseSegment) == only(effects, FailRoom) == []
+    decode.drained(room, Outcome.ENDED)
+    assert decode.freed == [room]
+
+
+def test_each_writer_is_fenced_by_its_own_means() -> None:
     decode = mixed()
     decode.welcome(WRITER, engine="local")
     decode.fence_opened(WRITER)
@@ -293,12 +361,17 @@ def test_each_writer_of_a_generation_is_fenced_by_its_own_means() -> None:
     decode.tick(1.0)
     effects = decode.welcome(NEXT_WRITER, engine="tcp")
     assert [x.room for x in only(effects, FailRoom)] == [old]
+    assert one(only(effects, CloseSegment)).generation == 1
+    decode.open_segments(2)
+    decode.close_segments(1)
+    assert decode.freed == [], "the old one's memory is still mapped"
+    decode.welcome(NEXT_WRITER, engine="tcp")
     new = decode.grant([3, 4])
     effects = decode.drained(new, Outcome.UNSETTLED, NEXT_WRITER)
     assert only(effects, KillWriter) == []
-    assert one(only(effects, CloseSegment)).generation == 1
-    decode.close_segments(1)
-    assert decode.freed == [new], "the old one's memory is still mapped"
+    assert one(only(effects, CloseSegment)).generation == 2
+    decode.close_segments(2)
+    assert decode.freed == [new]
     effects = decode.wait(16, answering=False)
     assert one(only(effects, KillWriter)).writer == WRITER
     assert decode.freed == [new]

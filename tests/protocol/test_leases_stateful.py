@@ -352,7 +352,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert (endpoint, grant.generation) not in self.closing, "granted on what is torn down"
         if self.fence is LOCAL:
             assert (endpoint, grant.writer) in self.held - self.killed
-        assert grant.writer not in self.dead
+            assert grant.writer not in self.dead, "of others it is not known yet"
         self.free -= set(taken)
         self.rooms[name] = Granted(grant, endpoint, taken)
         self.apply([effect])

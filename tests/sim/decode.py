@@ -13,6 +13,7 @@ from pdrt.kv.prefix import PrefixCache
 from pdrt.protocol.effects import (
     ChecksumPages,
     CloseFence,
+    CloseOffers,
     CloseSegment,
     Connect,
     Disconnect,
@@ -53,12 +54,18 @@ class DecodeRank(Rank):
 
     worker: DecodeWorker
 
+    def __init__(self, worker: DecodeWorker, index: int) -> None:
+        super().__init__(worker, index)
+        self.shown: dict[tuple[str, int], tuple[EngineKind, ...]] = {}
+        """Through which engines, by endpoint and generation."""
+
     def segment_name(self, endpoint: str, generation: int) -> str:
         return f"{self.worker.incarnation:x}/{self.index}/{endpoint}/{generation}"
 
     def open_segment(self, endpoint: str, generation: int) -> None:
         world = self.worker.world
         segments = []
+        self.shown[endpoint, generation] = world.plan.offered
         for kind in world.plan.offered:
             name = f"{self.segment_name(endpoint, generation)}/{kind.value}"
             world.fabric.register(name, self)
@@ -80,12 +87,21 @@ class DecodeRank(Rank):
         if world.chance(world.plan.rates.segment_hangs):
             return
         slowest = 0.0
-        for kind in world.plan.offered:
+        for kind in self.shown.pop((endpoint, generation)):
             is_tcp = kind is EngineKind.TCP
             seconds = 0.001 if is_tcp else world.some_seconds() + world.sim.rng.random() * 0.3
             slowest = max(slowest, seconds)
             world.sim.after(seconds, self.post, self.tear_down, endpoint, generation, kind)
         world.sim.after(slowest, self.post, self.confirm, endpoint, generation)
+
+    def close_offers(self, endpoint: str, generation: int, engine: str) -> None:
+        """Those beside what was taken, some time; nobody waits for it."""
+        world, taken = self.worker.world, EngineKind(engine)
+        for kind in self.shown[endpoint, generation]:
+            if kind is not taken:
+                seconds = world.some_seconds()
+                world.sim.after(seconds, self.post, self.tear_down, endpoint, generation, kind)
+        self.shown[endpoint, generation] = (taken,)
 
     def tear_down(self, endpoint: str, generation: int, kind: EngineKind) -> None:
         """Mapped memory cannot be taken back from a living process."""
@@ -244,6 +260,9 @@ class DecodeWorker(Process):
                 self.world.sim.say(self.name, "opens %s generation %s", endpoint, generation)
                 for rank in self.ranks:
                     rank.send(rank.open_segment, endpoint, generation)
+            case CloseOffers(endpoint, generation, engine):
+                for rank in self.ranks:
+                    rank.send(rank.close_offers, endpoint, generation, engine)
             case CloseSegment(endpoint, generation):
                 self.world.sim.say(self.name, "closes %s generation %s", endpoint, generation)
                 for rank in self.ranks:

@@ -94,6 +94,12 @@ class MooncakeReceiver:
         if fence is Fence.DESTROYED:
             log.info("a mooncake engine has been destroyed", extra={"endpoint": endpoint})
 
+    async def close_offer(self, endpoint: str, generation: int) -> None:
+        """Destroy it, ports and all: nobody has anything queued for it that could be repeated to
+        whoever has them next."""
+        instance = self._open.pop((endpoint, generation))
+        await asyncio.to_thread(instance.close)
+
     def close(self) -> None:
         """Let go of everything, at exit."""
         for instance in (*self._open.values(), *self._tombstones):

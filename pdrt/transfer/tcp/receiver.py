@@ -135,6 +135,10 @@ class TcpReceiver:
             segment.changed.clear()
             await segment.changed.wait()
 
+    async def close_offer(self, endpoint: str, generation: int) -> None:
+        """In the same way: it costs nothing."""
+        await self.close_segment(endpoint, generation)
+
     # Connections
 
     def _accept(self) -> None:

@@ -165,3 +165,13 @@ def death_fences_every_engine() -> list[Patch]:
         return effects
 
     return [(Pairing, "_take_engine", take)]
+
+
+@mutant(Kind.LIVENESS)
+def closed_offers_are_not_shown_again() -> list[Patch]:
+    """Engines: a writer that cannot take what the one before it took gets a new generation."""
+
+    def offer_anew(self: Pairing, peer: WriterPeer, writer: Any, now: float) -> list[Any]:
+        return []
+
+    return [(Pairing, "_offer_anew", offer_anew)]
