@@ -110,6 +110,7 @@ def join(worker: DecodeWorker, gateway: Incarnation, serial: int) -> None:
     room = RoomId(worker.incarnation, serial)
     pages = worker.kv.lease(request, room, worker.scheduler.pages_wanted(request), 0)
     assert pages is not None
+    pages = worker.kv.keyed(pages, request)
     worker.scheduler.admitted(request, room, now)
     worker.scheduler.first_token(request, 0, now)
     worker.scheduler.take_token(request, 7)

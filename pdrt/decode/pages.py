@@ -8,7 +8,7 @@ import msgspec
 from pdrt.ids import RequestId, RoomId
 from pdrt.kv.layout import KvLayout
 from pdrt.kv.pages import CACHE, Owner, OwnerKind, PageTable
-from pdrt.kv.prefix import PageKey, PrefixCache, extend_keys
+from pdrt.kv.prefix import PageKey, PrefixCache, extend_keys, page_keys
 from pdrt.scheduling.decode_request import DecodeRequest
 from pdrt.scheduling.step_plan import PagesWanted
 
@@ -26,7 +26,7 @@ class RoomPages(msgspec.Struct, frozen=True):
     written: int
     """How many of `own` the writer fills."""
     keys: tuple[PageKey, ...]
-    """Of the pages that are full once the KV has landed."""
+    """Of the pages that are full once the KV has landed; none before `DecodePages.keyed`."""
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -71,8 +71,7 @@ class DecodePages:
         if not wanted.leased:
             self.cache.count_bypass(len(request.tokens))
             return RoomPages(held=(), own=(), written=0, keys=())
-        owner, keys = _lease(room), self._keys(request)
-        held = self.cache.match(keys)
+        owner, held = _lease(room), self._known_prefix(request)
         # Before anything is taken, which may evict what is not held.
         self.cache.hold(held, owner)
         missing = wanted.leased - len(held)
@@ -81,7 +80,21 @@ class DecodePages:
             return None
         own = self.cache.take(missing, owner)
         self.cache.count_lookup(len(held) * self._page_size, len(request.tokens))
-        return RoomPages(tuple(held), tuple(own), wanted.written - len(held), tuple(keys))
+        return RoomPages(tuple(held), tuple(own), wanted.written - len(held), keys=())
+
+    def _known_prefix(self, request: DecodeRequest) -> list[int]:
+        """Cached pages that its tokens begin with. A prompt whose first page nobody knows shares
+        nothing: the rest of it is hashed when its writer has something to do (`keyed`)."""
+        if not self._is_caching:
+            return []
+        size = self._page_size
+        first = request.keys[:1] or page_keys(request.tokens[:size], size, request.cache_salt)
+        return self.cache.match(self._keys(request)) if self.cache.match(first) else []
+
+    def keyed(self, pages: RoomPages, request: DecodeRequest) -> RoomPages:
+        """With the keys of the tokens that `pages` were leased for."""
+        keys = tuple(self._keys(request)) if pages.all else ()
+        return msgspec.structs.replace(pages, keys=keys)
 
     def landed(self, room: RoomId, pages: RoomPages) -> None:
         """The writer has drained, COMPLETE: from now on others may read the full pages."""

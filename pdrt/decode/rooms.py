@@ -123,9 +123,11 @@ class Rooms:
         )
         effects = self.table.grant(endpoint, grant, now)
         lease = self.table.leases[room]
-        self._rooms[room] = _Room(request.request, pages, lease, short_since)
+        opened = self._rooms[room] = _Room(request.request, pages, lease, short_since)
         self._scheduler.admitted(request, room, now)
         self._handover.apply(effects)
+        # Now that its writer has it.
+        opened.pages = self._pages.keyed(pages, request)
 
     # What comes of them
 
@@ -188,7 +190,7 @@ class Rooms:
             return
         del self._rooms[effect.room]
         self._pages.pass_on(effect.room, room.pages, request.request)
-        self._scheduler.ready(request, room.pages.all, len(request.tokens) - 1, now)
+        self._scheduler.ready(request, room.pages.all, len(request.tokens) - 1, time.monotonic())
         if room.short_since is not None:
             self._local.handed_over(now - room.short_since)
         self._events.on_ready()

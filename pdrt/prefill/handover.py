@@ -103,9 +103,10 @@ class Handover:
     def _apply(self, effect: PrefillEffect) -> None:
         match effect:
             case SendToDecode():
+                self._channel.send(routing_id(effect.decode), encode(effect.message))
+                # Afterwards: the other side waits for no log line.
                 if isinstance(effect.message, Drained):
                     self.on_end(effect.message)
-                self._channel.send(routing_id(effect.decode), encode(effect.message))
             case OpenEngine() | CloseEngine():
                 self._ranks.tell(effect)
             case OpenRoom():

@@ -118,6 +118,10 @@ class SlicePlan(msgspec.Struct, frozen=True):
         """The byte ranges of one write."""
         copies = self.copies_of(write)
         stride = self.target_page_bytes[write.decode_rank]
+        whole = SliceCopy(write.decode_rank, 0, 0, stride)
+        if copies == [whole] and stride == self.source_page_bytes:
+            runs = page_runs(write.source_pages, write.target_pages)
+            return tuple(ByteRange(s * stride, t * stride, n * stride) for s, t, n in runs)
         pieces = [
             ByteRange(
                 source_offset=source * self.source_page_bytes + copy.source_offset,
@@ -128,6 +132,24 @@ class SlicePlan(msgspec.Struct, frozen=True):
             for copy in copies
         ]
         return coalesce(pieces)
+
+
+def page_runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
+    """First source page, first target page and length of each run of pages that follow each other
+    on both sides."""
+    runs: list[tuple[int, int, int]] = []
+    first = 0
+    for index in range(1, len(sources) + 1):
+        count = index - first
+        is_next = (
+            index < len(sources)
+            and sources[index] == sources[first] + count
+            and targets[index] == targets[first] + count
+        )
+        if not is_next:
+            runs.append((sources[first], targets[first], count))
+            first = index
+    return runs
 
 
 def rank_plan(layout: KvLayout, rank: int, ranks: int, decode_ranks: int) -> SlicePlan:

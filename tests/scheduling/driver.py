@@ -66,7 +66,7 @@ class Decode:
         if pages is None:
             return None
         self.rooms += 1
-        self.leases[self.rooms] = pages
+        self.leases[self.rooms] = self.kv.keyed(pages, request)
         self.scheduler.admitted(request, name, self.now)
         self.check()
         return request

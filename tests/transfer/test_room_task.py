@@ -11,8 +11,8 @@ from pdrt.errors import EngineError
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.layout import SliceCopy
 from pdrt.protocol.messages import Outcome, Reason, Segment
-from pdrt.protocol.room_writer import RankEnd, WriteOutcome
-from pdrt.transfer.engine import OnSettled, WriteRequest
+from pdrt.protocol.room_writer import RankEnd, Write, WriteOutcome
+from pdrt.transfer.engine import ByteRange, OnSettled, WriteRequest, coalesce
 from pdrt.transfer.room_task import (
     Close,
     ForwardEnded,
@@ -255,3 +255,33 @@ async def test_full_inbox_takes_what_proves_an_end() -> None:
     await room.quiet()
     assert (room.end.outcome, room.end.bytes_written) == (Outcome.ENDED, 64)
     await running
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [(4, 7)],
+        [(4, 7), (5, 8), (6, 9)],
+        [(4, 7), (5, 8), (6, 3), (7, 4)],
+        [(4, 7), (6, 8), (5, 9)],
+        [(4, 7), (4, 8), (5, 8)],
+        [(0, 1), (1, 0), (2, 1), (9, 2)],
+    ],
+)
+def test_whole_pages_that_follow_each_other_on_both_sides_are_one_range(
+    pages: list[tuple[int, int]],
+) -> None:
+    sources, targets = zip(*pages, strict=True)
+    pieces = [ByteRange(source * 64, target * 64, 64) for source, target in pages]
+    assert PLAN.ranges(Write(1, 0, sources, targets)) == coalesce(pieces)
+
+
+def test_parts_of_pages_are_a_range_each() -> None:
+    half = SlicePlan((SliceCopy(0, 32, 0, 32),), source_page_bytes=64, target_page_bytes={0: 32})
+    assert half.ranges(Write(1, 0, (4, 5), (7, 8))) == (
+        ByteRange(4 * 64 + 32, 7 * 32, 32),
+        ByteRange(5 * 64 + 32, 8 * 32, 32),
+    )
