@@ -46,6 +46,7 @@ def render(document: Record, rates: Rates, rows_max: int = ROWS_MAX) -> Renderab
         parts.append("no workers: start some with `pdrt prefill` and `pdrt decode`")
     for table in (
         _workers_table(workers, rates),
+        _ranks_table(workers, rows_max),
         _pages_table(workers),
         _pairs_table(workers, rows_max),
         _rooms_table(workers, rows_max),
@@ -92,6 +93,51 @@ def _in_flight(load: Record) -> str:
             shown = ", ".join(f"{n} {name}" for name, n in states.items() if n)
             return f"{key} {_text(_count(load, key))}" + (f" ({shown})" if shown else "")
     return "-"
+
+
+def _ranks_table(workers: Sequence[Record], rows_max: int) -> Table:
+    """Each process of every worker."""
+    table = _table("ranks", "worker", "rank", "pid", "computes on", "state", "KV by engine", "")
+    for worker, rank in _entries(workers, "ranks", rows_max):
+        state = _text(rank.get("state"))
+        since = rank.get("heard_seconds")
+        if state == "silent" and isinstance(since, int | float):
+            state += f" {since:.0f} s"
+        table.add_row(
+            _identity(worker),
+            _text(rank.get("rank", rank.get("room"))),
+            _text(rank.get("pid")),
+            _text(rank.get("device")),
+            Text(state, style="" if state in ("serving", "-") else "red"),
+            _engine_bytes(rank),
+            Text(_turned_away(rank), style="yellow"),
+        )
+    return table
+
+
+def _engine_bytes(rank: Record) -> str:
+    shown = record(rank, "engine_bytes")
+    return ", ".join(f"{engine} {_size(count)}" for engine, count in shown.items()) or "-"
+
+
+def _turned_away(rank: Record) -> str:
+    """What its port for KV has refused."""
+    parts = []
+    for key, what in (("refused_peers", "connections"), ("refused_writes", "writes")):
+        parts += [f"{_text(n)} {what} refused: {why}" for why, n in record(rank, key).items()]
+    return "; ".join(parts)
+
+
+def _size(count: Any) -> str:
+    """Bytes, in the unit that leaves few digits."""
+    if not isinstance(count, int | float):
+        return _text(count)
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
 
 
 def _pages_table(workers: Sequence[Record]) -> Table:

@@ -6,7 +6,9 @@ nothing: what the lease table has decided comes in, in order, and what came of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -15,12 +17,16 @@ from pdrt.config import WorkerConfig
 from pdrt.errors import EngineError
 from pdrt.ids import RoomId
 from pdrt.kv.pool import KvPool
+from pdrt.model.resources import device_words
 from pdrt.protocol.effects import ChecksumPages, CloseOffers, CloseSegment, OpenSegment
 from pdrt.protocol.messages import Segment, SliceChecksums
 from pdrt.transfer.checksums import PageChecksums
 from pdrt.transfer.engine import Receiver
 from pdrt.transfer.engines import make_receivers
 from pdrt.transfer.mooncake.receiver import MooncakeReceiver
+from pdrt.transfer.rank_messages import Held, HeldRoom, HeldSegment, RankReport
+from pdrt.transfer.slow_calls import OPEN_SHARE, named_when_slow
+from pdrt.transfer.tcp.receiver import TcpReceiver
 from pdrt.transfer.writable import AdmitRoom, DismissRoom, WritableRooms
 
 ToDecodeRank = OpenSegment | CloseOffers | CloseSegment | AdmitRoom | DismissRoom | ChecksumPages
@@ -66,6 +72,10 @@ class DecodeParts(msgspec.Struct, frozen=True):
     rooms: WritableRooms
     checksums: PageChecksums | None = None
     """With `--kv-checksum`."""
+    device: str = ""
+    """What it computes on, in words."""
+    open_seconds_max: float = 8.0
+    """Of one engine and segment."""
 
 
 class DecodeRank:
@@ -79,17 +89,21 @@ class DecodeRank:
     ) -> None:
         """`start` runs a task, by name, for as long as it takes."""
         self.parts = parts
+        self.shown: dict[tuple[str, int], tuple[str, ...]] = {}
+        """By endpoint and generation, from the moment that a segment is asked for until nobody can
+        write through it any more: the engines through which it exposes the pool."""
         self._start = start
         self._answer = answer
-        self._shown: dict[tuple[str, int], tuple[str, ...]] = {}
-        """By endpoint and generation: the engines through which the pool is exposed."""
 
     def handle(self, message: ToDecodeRank) -> None:
         match message:
-            case OpenSegment():
+            case OpenSegment(endpoint, generation):
+                self.shown[endpoint, generation] = tuple(self.parts.receivers)
                 self._start(self._open_segment(message), "open segment")
-            case CloseOffers():
-                self._start(self._close_offers(message), "close offers")
+            case CloseOffers(endpoint, generation, engine):
+                offers = [x for x in self.shown[endpoint, generation] if x != engine]
+                self.shown[endpoint, generation] = (engine,)
+                self._start(self._close_offers(message, offers), "close offers")
             case CloseSegment():
                 self._start(self._close_segment(message), "close segment")
             case AdmitRoom():
@@ -115,27 +129,45 @@ class DecodeRank:
         endpoint, generation = message.endpoint, message.generation
         segments: list[Segment] = []
         try:
-            for receiver in self.parts.receivers.values():
-                opened = await receiver.open_segment(self.parts.rank, endpoint, generation)
-                segments.append(opened)
+            for name, receiver in self.parts.receivers.items():
+                segments.append(await self._opened(name, receiver, message))
         except EngineError as error:
             self._answer(SegmentRefused(str(error)))
             return
-        self._shown[endpoint, generation] = tuple(self.parts.receivers)
         self._answer(SegmentOpened(endpoint, generation, tuple(segments)))
 
-    async def _close_offers(self, message: CloseOffers) -> None:
-        name = message.endpoint, message.generation
-        shown, self._shown[name] = self._shown[name], (message.engine,)
-        for engine in shown:
-            if engine != message.engine:
-                await self.parts.receivers[engine].close_offer(*name)
+    async def _opened(self, name: str, receiver: Receiver, message: OpenSegment) -> Segment:
+        """What hangs is left alone: the worker ends with it."""
+        rank, seconds_max = self.parts.rank, self.parts.open_seconds_max
+        try:
+            async with asyncio.timeout(seconds_max):
+                return await receiver.open_segment(rank, message.endpoint, message.generation)
+        except TimeoutError as error:
+            raise EngineError(
+                f"the {name} engine has not opened a segment within {seconds_max:g} s"
+            ) from error
+
+    async def _close_offers(self, message: CloseOffers, offers: Sequence[str]) -> None:
+        """What no writer has taken. Nobody waits for it."""
+        for name in offers:
+            with self._named_when_slow(name, message.endpoint, message.generation):
+                receiver = self.parts.receivers[name]
+                await receiver.close_offer(message.endpoint, message.generation)
 
     async def _close_segment(self, message: CloseSegment) -> None:
-        name = message.endpoint, message.generation
-        for engine in self._shown.pop(name):
-            await self.parts.receivers[engine].close_segment(*name)
-        self._answer(SegmentClosed(message.endpoint, message.generation))
+        endpoint, generation = message.endpoint, message.generation
+        for name in self.shown[endpoint, generation]:
+            with self._named_when_slow(name, endpoint, generation):
+                await self.parts.receivers[name].close_segment(endpoint, generation)
+        del self.shown[endpoint, generation]
+        self._answer(SegmentClosed(endpoint, generation))
+
+    def _named_when_slow(
+        self, name: str, endpoint: str, generation: int
+    ) -> AbstractContextManager[None]:
+        what = f"closing a segment of the {name} engine"
+        seconds = self.parts.open_seconds_max
+        return named_when_slow(seconds, what, endpoint=endpoint, generation=generation)
 
     async def _checksum(self, message: ChecksumPages) -> None:
         assert self.parts.checksums is not None, message.room
@@ -143,9 +175,18 @@ class DecodeRank:
         landed = await self.parts.checksums.of_target(message.pages, own)
         self._answer(PagesChecked(message.room, landed))
 
-    def check(self) -> tuple[RoomId, ...]:
-        """Leases are their leader's: there are no rooms here."""
-        return ()
+    def check(self) -> tuple[Held, ...]:
+        """Raise AssertionError where the state contradicts itself. Leases are their leader's; what
+        is here are the rooms that it has let in."""
+        rooms = [HeldRoom(x.room, x.generation, x.pages) for x in self.parts.rooms.admitted()]
+        return (*rooms, *(HeldSegment(*key) for key in self.shown))
+
+    def report(self) -> RankReport:
+        """What is to be seen of it."""
+        tcp = self.parts.receivers.get("tcp")
+        if not isinstance(tcp, TcpReceiver):
+            return RankReport(self.parts.device)
+        return RankReport(self.parts.device, dict(tcp.refused), dict(tcp.refused_pieces))
 
     def close(self) -> None:
         """At exit."""
@@ -163,4 +204,11 @@ def decode_parts(rank: int, config: WorkerConfig, pool: KvPool) -> DecodeParts:
     """
     rooms = WritableRooms(pool.layout.page_bytes)
     checksums = PageChecksums(pool) if config.model.kv_checksum else None
-    return DecodeParts(rank, make_receivers(config, pool, rooms, rank), rooms, checksums)
+    return DecodeParts(
+        rank,
+        make_receivers(config, pool, rooms, rank),
+        rooms,
+        checksums,
+        device_words(config.device, str(pool.tensor.device)),
+        OPEN_SHARE * config.protocol.retire_seconds_max,
+    )

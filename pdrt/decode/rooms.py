@@ -15,6 +15,7 @@ import msgspec
 from pdrt.decode.handover import Handover, RoomEffect
 from pdrt.decode.pages import DecodePages, RoomPages
 from pdrt.ids import Incarnation, RequestId, RoomId, short
+from pdrt.kv.layout import rank_heads
 from pdrt.observe.metrics import Metrics
 from pdrt.protocol.effects import EndLease, FailRoom, LeaseReady, PagesDiffer, TakeFirstToken
 from pdrt.protocol.gateway_messages import FinishReason
@@ -171,7 +172,7 @@ class Rooms:
     def _ready(self, effect: LeaseReady) -> None:
         """The KV has landed: the room's pages become the sequence's, in this same step."""
         room, now = self._rooms[effect.room], time.monotonic()
-        self._metrics.count_transfer(room.engine, effect.bytes_written)
+        self._count_landed(room.engine, effect.bytes_written)
         if self.table.pairing.fingerprint.kv_checksum:
             self._metrics.count_checksum_pages("equal", room.pages.written)
         self._pages.landed(effect.room, room.pages)
@@ -194,6 +195,14 @@ class Rooms:
         if room.short_since is not None:
             self._local.handed_over(now - room.short_since)
         self._events.on_ready()
+
+    def _count_landed(self, engine: str, bytes_written: int) -> None:
+        """By rank: each has its own heads of the very same pages."""
+        pairing = self.table.pairing
+        heads = rank_heads(pairing.fingerprint.layout.kv_heads, pairing.ranks)
+        all_heads = sum(held.count for held in heads)
+        for rank, held in enumerate(heads):
+            self._metrics.count_transfer(engine, bytes_written * held.count // all_heads, rank)
 
     def _differ(self, effect: PagesDiffer) -> None:
         self._metrics.count_checksum_pages("different", len(effect.pages))

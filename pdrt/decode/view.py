@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ from pdrt.scheduling.decode_request import DecodeRequest, RequestState
 from pdrt.scheduling.local_prefill import LocalPrefill
 from pdrt.transfer.gateway_link import GatewayLinks
 from pdrt.transfer.liveness import Ailment, Complaint, Liveness, hangs
+from pdrt.transfer.rank_group import RankState
 from pdrt.transfer.tcp.receiver import TcpReceiver
 
 ROWS_MAX = 64
@@ -140,6 +142,7 @@ class DecodeView:
         metrics.set_quarantine(worker.table.quarantined_pages(now), held)
         metrics.set_in_flight(self._in_flight())
         metrics.set_queue(worker.scheduler.queued)
+        metrics.set_ranks(self._ranks_by_state())
         ailing = {complaint.ailment for complaint in self.complaints()}
         metrics.set_unhealthy({each.value: int(each in ailing) for each in Ailment})
         rejected = worker.handover.rejected + worker.links.rejected
@@ -157,11 +160,11 @@ class DecodeView:
 
     def _render_engines(self) -> None:
         worker, metrics = self._worker, self._worker.metrics
-        for receiver in worker.rank.parts.receivers.values():
-            if isinstance(receiver, TcpReceiver):
-                pieces = receiver.refused_pieces
-                self._bridge.pass_on("refused_tcp", receiver.refused, metrics.count_refused_peer)
-                self._bridge.pass_on("refused_writes", pieces, metrics.count_refused_write)
+        for rank, report in worker.ranks.reports().items():
+            peers, writes = report.refused_peers, report.refused_writes
+            count_write = partial(metrics.count_refused_write, rank)
+            self._bridge.pass_on(f"refused_tcp {rank}", peers, metrics.count_refused_peer)
+            self._bridge.pass_on(f"refused_writes {rank}", writes, count_write)
         usable = [p for p in worker.table.pairing.peers.values() if p.is_usable()]
         writers = Counter(peer.engine for peer in usable)
         metrics.set_writers({name: writers[name] for name in worker.table.pairing.engines})
@@ -177,6 +180,15 @@ class DecodeView:
         """Requests by state; those that hold a lease are `prefilling`."""
         states = Counter(r.state for r in self._worker.scheduler.requests.values())
         return {state.value: states[state] for state in RequestState}
+
+    @property
+    def _heartbeat(self) -> float:
+        return self._worker.config.protocol.hello_interval_seconds
+
+    def _ranks_by_state(self) -> dict[str, int]:
+        states = self._worker.ranks.states(time.monotonic(), self._heartbeat)
+        counts = Counter(states.values())
+        return {state.value: counts[state] for state in RankState}
 
     def status(self) -> bytes:
         """A JSON object for `/status`; docs/status.md says what is in it."""
@@ -204,7 +216,7 @@ class DecodeView:
             },
             "data_endpoint": self.data_endpoint(),
             "writers": self._writers(),
-            "ranks": worker.ranks.seen(now),
+            "ranks": worker.ranks.seen(now, self._heartbeat, worker.metrics.transferred()),
             "gateways": worker.links.gateways(),
             "queued": worker.scheduler.queued,
             "running": worker.scheduler.running,

@@ -53,8 +53,10 @@ from pdrt.scheduling.step_plan import StepLimits
 from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.liveness import Liveness
+from pdrt.transfer.rank_check import check_own
 from pdrt.transfer.rank_children import RankChild, watched
 from pdrt.transfer.rank_group import RankGroup
+from pdrt.transfer.rank_messages import Held, HeldRoom, HeldSegment
 from pdrt.transfer.self_watch import SelfWatch
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
 
@@ -130,7 +132,8 @@ class DecodeWorker:
         self.ranks: DecodeRanks = RankGroup(children, FromDecodeRank, self.loop)
         parts = decode_parts(0, config, executor.pool)
         self.rank = DecodeRank(parts, self.loop.start, self.ranks.answer)
-        self.ranks.handle = self.rank.handle
+        self.ranks.handle, self.ranks.report = self.rank.handle, self.rank.report
+        self.ranks.believed = self._held_by
         if children:
             executor.tell_ranks = self.ranks.step
         quarantine = config.protocol.quarantine_pages_max or max(1, executor.pages // 4)
@@ -416,7 +419,14 @@ class DecodeWorker:
         self.grammars.check()
         self.kv.cache.check()
         self.kv.check_sequences({r.request: r.pages for r in self.scheduler.requests.values()})
-        self.rank.check()
+        check_own(self._held_by(0), self.rank.check())
+
+    def _held_by(self, rank: int) -> frozenset[Held]:
+        """What has not ended there, as far as is known here: every rank has every room."""
+        leases = self.table.leases.values()
+        rooms = [HeldRoom(x.room, x.generation, x.written) for x in leases]
+        segments = [HeldSegment(*each) for each in self.table.pairing.segments_on(rank)]
+        return frozenset((*rooms, *segments))
 
     async def _inspected(self, request: Inspect) -> None:
         """Everything is checked, on every rank."""

@@ -157,6 +157,18 @@ def _check_gpus(device: DeviceConfig, ranks: int) -> None:
     )
 
 
+def device_words(device: DeviceConfig, pool: str) -> str:
+    """What a rank computes on, for people. `pool`: where its KV is, as torch names it."""
+    if not pool.startswith("cpu"):
+        return pool
+    if device.cpus is None:
+        return "any core"
+    cpus = parse_id_list(device.cpus, "--cpus")
+    is_range = len(cpus) > 1 and cpus == tuple(range(cpus[0], cpus[-1] + 1))
+    shown = f"{cpus[0]}-{cpus[-1]}" if is_range else ",".join(map(str, cpus))
+    return f"core{'' if len(cpus) == 1 else 's'} {shown}"
+
+
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 

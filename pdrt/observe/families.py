@@ -81,6 +81,12 @@ QUARANTINED_LEASES = _gauge(
     "pdrt_quarantined_leases", "Decode: quarantined leases by why they were revoked", "reason"
 )
 
+RANKS = _gauge(
+    "pdrt_ranks",
+    "Workers: their ranks by state: starting, serving, silent (its signs of life do not come)",
+    "state",
+)
+
 TTFT = _histogram(
     "pdrt_ttft_seconds",
     WAIT_BUCKETS,
@@ -173,14 +179,15 @@ REJECTED = _counter("pdrt_rejected_frames", "Frames that were not a message, by 
 REFUSED_PEERS = _counter(
     "pdrt_refused_peers",
     "Handshakes between processes that failed: mechanism (one side has no cluster key), key "
-    "(another one), protocol, closed (the peer hung up); at the tcp engine's port wrong_token, "
-    "stale (of a segment that is gone), crowded, malformed",
+    "(another one), protocol, closed (the peer hung up); at the tcp engine's port of any rank "
+    "wrong_token, stale (of a segment that is gone), crowded, malformed",
     "reason",
 )
 REFUSED_WRITES = _counter(
     "pdrt_refused_writes",
     "Decode: pieces of writes that the tcp engine did not take: no_room (it is over), "
     "other_pairing (of another worker or generation), outside (of the room's pages)",
+    "rank",
     "reason",
 )
 

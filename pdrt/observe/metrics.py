@@ -95,6 +95,10 @@ class Metrics:
         """Prefill workers that can be granted to, by engine."""
         self._set_all(f.WRITERS, engines)
 
+    def set_ranks(self, states: Mapping[str, int]) -> None:
+        """Ranks of this worker by state."""
+        self._set_all(f.RANKS, states)
+
     def set_attempts(self, count: int) -> None:
         self._store.set(f.ATTEMPTS, count)
 
@@ -156,9 +160,9 @@ class Metrics:
         """A handshake between processes that failed."""
         self._store.add(f.REFUSED_PEERS, count, reason)
 
-    def count_refused_write(self, reason: str, count: int = 1) -> None:
-        """A piece of a write that a receiver did not take."""
-        self._store.add(f.REFUSED_WRITES, count, reason)
+    def count_refused_write(self, rank: int, reason: str, count: int = 1) -> None:
+        """A piece of a write that a receiver of `rank` did not take."""
+        self._store.add(f.REFUSED_WRITES, count, str(rank), reason)
 
     def count_stale_message(self, reason: str, count: int = 1) -> None:
         self._store.add(f.STALE, count, reason)
@@ -214,6 +218,13 @@ class Metrics:
                 self._store.set(family, value)
         self._store.set(f.LOG_LINES_DROPPED, lines_dropped())
         return self._store.render()
+
+    def transferred(self) -> dict[int, dict[str, int]]:
+        """KV bytes since the start, by rank and engine."""
+        sums: dict[int, dict[str, int]] = {}
+        for (rank, engine), count in self._store.numbers(f.TRANSFERRED).items():
+            sums.setdefault(int(rank), {})[engine] = int(count)
+        return sums
 
     def totals(self) -> dict[str, Any]:
         """For `/status`, whose readers make rates and quantiles from two of these: counters since

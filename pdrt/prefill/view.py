@@ -27,6 +27,7 @@ from pdrt.scheduling.prefill import PrefillScheduler
 from pdrt.scheduling.prefill_job import PrefillJob
 from pdrt.transfer.gateway_link import GatewayLinks
 from pdrt.transfer.liveness import Ailment, Complaint, Liveness, hangs
+from pdrt.transfer.rank_group import RankState
 
 ROWS_MAX = 64
 """Rooms listed in a status, the newest; the rest is counted. A gateway asks every worker for its
@@ -115,6 +116,7 @@ class PrefillView:
         metrics.set_rooms(self._rooms_by_state())
         metrics.set_in_flight(self._rooms_by_phase())
         metrics.set_queue(worker.scheduler.queued)
+        metrics.set_ranks(self._ranks_by_state())
         ailing = {complaint.ailment for complaint in self.complaints()}
         metrics.set_unhealthy({each.value: int(each in ailing) for each in Ailment})
         rejected = worker.handover.rejected + worker.links.rejected
@@ -137,6 +139,15 @@ class PrefillView:
         phases = Counter(_phase(r, jobs[r.room]) for r in self._worker.table.rooms.values())
         return {phase.value: phases[phase] for phase in Phase}
 
+    @property
+    def _heartbeat(self) -> float:
+        return self._worker.config.protocol.hello_interval_seconds
+
+    def _ranks_by_state(self) -> dict[str, int]:
+        states = self._worker.ranks.states(time.monotonic(), self._heartbeat)
+        counts = Counter(states.values())
+        return {state.value: counts[state] for state in RankState}
+
     def status(self) -> bytes:
         """A JSON object for `/status`; docs/status.md says what is in it."""
         worker = self._worker
@@ -156,7 +167,7 @@ class PrefillView:
                 "tokens": dict(worker.cache.tokens),
             },
             "decode_peers": self._peers(),
-            "ranks": worker.ranks.seen(now),
+            "ranks": worker.ranks.seen(now, self._heartbeat, worker.metrics.transferred()),
             "gateways": worker.links.gateways(),
             "queued": worker.scheduler.queued,
             "running": worker.scheduler.running,

@@ -45,8 +45,10 @@ from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.gateway_link import GatewayLinks, Request
 from pdrt.transfer.liveness import Liveness
 from pdrt.transfer.processes import this_process
+from pdrt.transfer.rank_check import check_own
 from pdrt.transfer.rank_children import RankChild, watched
 from pdrt.transfer.rank_group import RankGroup
+from pdrt.transfer.rank_messages import Held, HeldEngine, HeldRoom
 from pdrt.transfer.room_task import ForwardEnded, ForwardStarted, PagesFinished
 from pdrt.transfer.self_watch import SelfWatch
 from pdrt.transfer.worker_loop import CHECK_SECONDS, Announce, ExitCode, WorkerLoop, exit_now
@@ -128,7 +130,8 @@ class PrefillWorker:
         self.rank = PrefillRank(
             parts, config.protocol.inbox_max, self.loop.start, self.ranks.answer
         )
-        self.ranks.handle, self.ranks.rooms = self.rank.handle, self._rooms_on
+        self.ranks.handle, self.ranks.report = self.rank.handle, self.rank.report
+        self.ranks.believed = self._held_by
         if children:
             executor.tell_ranks = self.ranks.step
         processes = (this_process(), *(child.named for child in children))
@@ -377,12 +380,20 @@ class PrefillWorker:
         self.table.check()
         check_prefill(self.table, source_pages, self.pages)
         self.scheduler.check()
-        assert set(self.rank.check()) == self._rooms_on(0)
+        check_own(self._held_by(0), self.rank.check())
 
-    def _rooms_on(self, rank: int) -> frozenset[RoomId]:
-        """Those that have not ended there, as far as is known here."""
-        rooms = self.table.rooms.items()
-        return frozenset(room for room, record in rooms if rank in record.waiting)
+    def _held_by(self, rank: int) -> frozenset[Held]:
+        """What has not ended there, as far as is known here."""
+        rooms = [
+            HeldRoom(room, record.generation, self.scheduler.jobs[room].grant.pages)
+            for room, record in self.table.rooms.items()
+            if rank in record.waiting
+        ]
+        engines = [
+            HeldEngine(decode, generation, name)
+            for decode, generation, name in self.table.peers.engines_on(rank)
+        ]
+        return frozenset((*rooms, *engines))
 
     async def _inspected(self, request: Inspect) -> None:
         """Everything is checked, on every rank."""

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from pdrt.config import ProtocolConfig
-from pdrt.ids import Incarnation, RoomId
+from pdrt.ids import Incarnation, RoomId, short
 from pdrt.protocol.clock import SilenceClock
 from pdrt.protocol.effects import (
     CloseEngine,
@@ -262,6 +262,16 @@ class DecodePeers:
         engines = (engine for peer in self.known.values() for engine in peer.engines.values())
         return {room for engine in engines for room in engine.retained}
 
+    def engines_on(self, rank: int) -> list[tuple[Incarnation, int, str]]:
+        """Decode incarnation, generation and name of every instance that `rank` has not said to
+        have destroyed."""
+        return [
+            (peer.incarnation, number, engine.name)
+            for peer in self.known.values()
+            for number, engine in peer.engines.items()
+            if engine.state is not EngineState.CLOSING or rank in engine.waiting
+        ]
+
     def _advance(self, peer: DecodePeer, now: float) -> list[PrefillEffect]:
         """Bring engine instances to what the newest `Hello` asks for, and answer it when they
         are. Idempotent."""
@@ -389,7 +399,8 @@ class DecodePeers:
             why = f"ranks {ranks} did not open their engines in time"
             return self.engine_refused(peer.incarnation, number, why, now)
         if engine.state is EngineState.CLOSING:
-            return [EndWorker(f"ranks {ranks} cannot destroy the engine of generation {number}")]
+            whose = f"generation {number} of decode worker {short(peer.incarnation)}"
+            return [EndWorker(f"ranks {ranks} cannot destroy the {engine.name} engine of {whose}")]
         return []
 
     def check(self) -> None:

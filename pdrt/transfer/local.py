@@ -23,6 +23,7 @@ from pdrt.transfer.engine import OnSettled, WriteRequest
 from pdrt.transfer.local_cuda import CudaMemory
 from pdrt.transfer.local_host import HostMemory
 from pdrt.transfer.local_memory import CopyUnsettledError, Mapping, Memory, descriptor_of
+from pdrt.transfer.slow_calls import on_own_thread
 
 NAME = "local"
 ASLEEP_SECONDS = 1.0
@@ -99,7 +100,7 @@ class LocalSender:
             EngineError: one cannot be mapped; says why and what to do.
         """
         assert (decode, generation) not in self._instances, (decode, generation)
-        mappings = await asyncio.to_thread(self._map, segments)
+        mappings = await on_own_thread(self._map, segments)
         self._instances[decode, generation] = _Instance(mappings)
 
     def _map(self, segments: Sequence[Segment]) -> dict[int, Mapping]:
@@ -197,7 +198,7 @@ class LocalSender:
         instance.takes_writes = False
         await instance.idle.wait()
         instance.addresses.clear()
-        await asyncio.to_thread(_unmap, list(instance.mappings.values()))
+        await on_own_thread(_unmap, list(instance.mappings.values()))
 
     def close(self) -> None:
         """At exit: queued copies are dropped, the process ends with its thread."""

@@ -9,64 +9,46 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pdrt.ids import RoomId
 from pdrt.transfer.rank_channel import RankChannel, encode
+from pdrt.transfer.rank_check import Believed, RankCheck, Verdict
 from pdrt.transfer.rank_children import RankChild
-from pdrt.transfer.rank_messages import Alive, Check, Checked, Step, StepFailed
+from pdrt.transfer.rank_messages import (
+    Alive,
+    Check,
+    Checked,
+    RankReport,
+    Step,
+    StepFailed,
+)
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
 ToRank = TypeVar("ToRank", bound=msgspec.Struct)
 FromRank = TypeVar("FromRank")
-OpenRooms = Callable[[int], frozenset[RoomId]]
-"""Those that the leader believes to be open on a rank."""
+EngineBytes = Mapping[int, Mapping[str, int]]
+"""KV bytes by rank, and by the engine that carried them."""
 
 DEATH_SECONDS_MAX = 1.0
 """A process that dies closes its channel first, and fails the collectives that others are in: so
 long its death may take to be seen. That says more than what follows from it."""
 CHECK_SECONDS_MAX = 0.5
 """For the ranks' answers; a gateway that asks waits a second for its workers'."""
+SILENT_HEARTBEATS = 3
+"""A rank that has missed so many is shown as silent; `--silence-seconds` ends the worker."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """What a check of the other ranks has brought."""
+class RankState(Enum):
+    """What is shown of a rank."""
 
-    broken: tuple[str, ...]
-    """Invariants, in words that name the rank."""
-    missing: tuple[int, ...]
-    """Ranks that have not answered in time."""
-
-    def complaints(self) -> tuple[str, ...]:
-        """All there is to say to whoever asked."""
-        return (*self.broken, *(f"rank {rank} does not answer" for rank in self.missing))
-
-
-class _Check:
-    """One question to all other ranks, while their answers are awaited."""
-
-    def __init__(self, ranks: Sequence[int], rooms: OpenRooms) -> None:
-        self.rooms = rooms
-        self.known = {rank: rooms(rank) for rank in ranks}
-        """When it was asked. What was opened since then, the ranks may know of or not."""
-        self.missing = set(ranks)
-        self.broken: list[str] = []
-        self.is_over = asyncio.Event()
-
-    def answered(self, rank: int, checked: Checked) -> None:
-        expected = self.known[rank] & self.rooms(rank)
-        if checked.broken is not None:
-            self.broken.append(f"rank {rank}: {checked.broken}")
-        elif expected != set(checked.rooms):
-            differing = sorted(expected ^ set(checked.rooms))
-            text = ", ".join(map(str, differing))
-            self.broken.append(f"rank {rank} and its leader disagree on rooms {text}")
-        self.missing.discard(rank)
-        if not self.missing:
-            self.is_over.set()
+    STARTING = "starting"
+    """It has not been heard yet."""
+    SERVING = "serving"
+    SILENT = "silent"
 
 
 class RankGroup(Generic[ToRank, FromRank]):
@@ -80,12 +62,16 @@ class RankGroup(Generic[ToRank, FromRank]):
         """A rank has said something."""
         self.on_alive: Callable[[int, float], None] = lambda rank, now: None
         """A sign of life of another rank than 0."""
-        self.rooms: OpenRooms = lambda rank: frozenset()
+        self.report: Callable[[], RankReport] = RankReport
+        """That of rank 0."""
+        self.believed: Believed = lambda rank: frozenset()
         self._children = children
         self._loop = loop
-        self._checks: dict[int, _Check] = {}
+        self._checks: dict[int, RankCheck] = {}
         self._serial = 0
         self._heard_at = {child.rank: time.monotonic() for child in children}
+        # The newest of each other rank that has been heard.
+        self._reports: dict[int, RankReport] = {}
         self._channels = {child.rank: self._channel(child, answers) for child in children}
         for child in children:
             asyncio.get_running_loop().add_reader(child.fd, self._died, child)
@@ -132,8 +118,8 @@ class RankGroup(Generic[ToRank, FromRank]):
         now = self._heard_at[rank] = time.monotonic()
         self.on_alive(rank, now)
         match message:
-            case Alive():
-                pass
+            case Alive(report):
+                self._reports[rank] = report
             case StepFailed(why):
                 self._fails(f"a forward failed on rank {rank}: {why}")
             case Checked(serial):
@@ -147,26 +133,51 @@ class RankGroup(Generic[ToRank, FromRank]):
         for channel in self._channels.values():
             channel.drain()
 
-    def seen(self, now: float) -> list[dict[str, Any]]:
-        """For `/status`: every rank's process, and how long ago it was heard."""
+    def reports(self) -> dict[int, RankReport]:
+        """The newest of every rank that has been heard."""
+        return {0: self.report(), **self._reports}
+
+    def states(self, now: float, heartbeat_seconds: float) -> dict[int, RankState]:
+        """Of every rank. `heartbeat_seconds`: between two signs of life."""
+        states = {0: RankState.SERVING}
+        for rank, heard_at in self._heard_at.items():
+            states[rank] = RankState.SERVING
+            if now - heard_at > SILENT_HEARTBEATS * heartbeat_seconds:
+                states[rank] = RankState.SILENT
+            elif rank not in self._reports:
+                states[rank] = RankState.STARTING
+        return states
+
+    def seen(
+        self, now: float, heartbeat_seconds: float, engine_bytes: EngineBytes
+    ) -> list[dict[str, Any]]:
+        """For `/status`: every rank's process, and what it says of itself."""
         heard = {0: now, **self._heard_at}
         pids = {0: os.getpid(), **{child.rank: child.pid for child in self._children}}
+        states, reports = self.states(now, heartbeat_seconds), self.reports()
         return [
-            {"rank": rank, "pid": pids[rank], "heard_seconds": round(now - heard[rank], 3)}
+            {
+                "rank": rank,
+                "pid": pids[rank],
+                "state": states[rank].value,
+                "heard_seconds": round(now - heard[rank], 3),
+                "engine_bytes": dict(engine_bytes.get(rank, {})),
+                **msgspec.structs.asdict(reports.get(rank, RankReport())),
+            }
             for rank in sorted(pids)
         ]
 
     async def check(self) -> Verdict:
-        """Have the other ranks check all their invariants."""
+        """Have the other ranks check all their invariants, and compare what they hold."""
         self._serial += 1
-        serial, check = self._serial, _Check(list(self._channels), self.rooms)
+        serial, check = self._serial, RankCheck(list(self._channels), self.believed)
         self._checks[serial] = check
         self._send(Check(serial))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CHECK_SECONDS_MAX):
                 await check.is_over.wait()
         del self._checks[serial]
-        return Verdict(tuple(check.broken), tuple(sorted(check.missing)))
+        return check.verdict()
 
     async def check_others(self) -> None:
         """Raise AssertionError where another rank finds an invariant broken."""

@@ -16,9 +16,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from pdrt.ids import RoomId
 from pdrt.transfer.rank_channel import RankChannel, encode
-from pdrt.transfer.rank_messages import Alive, Check, Checked, Step, StepFailed
+from pdrt.transfer.rank_messages import (
+    Alive,
+    Check,
+    Checked,
+    Held,
+    RankReport,
+    Step,
+    StepFailed,
+)
 from pdrt.transfer.worker_loop import ExitCode, WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -39,8 +46,11 @@ class Rank(Protocol[ToRank_contra]):
     def follows_step(self, message: ToRank_contra) -> bool:
         """Whether `message` speaks of the forward that was begun before it."""
 
-    def check(self) -> tuple[RoomId, ...]:
-        """Raise AssertionError where an invariant is broken. Returns the rooms that are open."""
+    def check(self) -> tuple[Held, ...]:
+        """Raise AssertionError where an invariant is broken. Returns everything that is open."""
+
+    def report(self) -> RankReport:
+        """What is to be seen of it."""
 
     def close(self) -> None:
         """At exit."""
@@ -87,7 +97,7 @@ class RankLoop:
     def _tick(self, now: float) -> None:
         if now >= self._alive_due:
             self._alive_due = now + self._alive_seconds
-            self.answer(Alive())
+            self.answer(Alive(self._rank.report()))
 
     def _lost(self, why: str) -> None:
         self.loop.end(ExitCode.CANNOT_GO_ON, f"the leader cannot be heard: {why}")

@@ -183,6 +183,8 @@ class RoomTask:
         self.room = room.room
         self.writer = RoomWriter(room.room, page_bytes, room.pages, room.first_page)
         self.generation = room.generation
+        self.pages = room.pages
+        """Destinations."""
         self._transfer = transfer
         self._on_end = on_end
         self._inbox: deque[RoomEvent] = deque()

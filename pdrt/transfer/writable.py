@@ -71,6 +71,14 @@ class WritableRooms:
     def __len__(self) -> int:
         return len(self._rooms)
 
+    def admitted(self) -> tuple[AdmitRoom, ...]:
+        """All that may write now. Raises AssertionError where the state contradicts itself."""
+        assert self._rooms.keys() == self._pages.keys()
+        for serial, room in self._rooms.items():
+            assert serial == room.room.serial <= self._newest, room.room
+            assert self._pages[serial] == frozenset(room.pages), room.room
+        return tuple(self._rooms.values())
+
     def admit(self, room: AdmitRoom) -> None:
         """Before anybody can know of the room."""
         serial = room.room.serial

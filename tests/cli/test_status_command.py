@@ -96,6 +96,35 @@ def test_everything_that_matters_is_shown() -> None:
     assert "d1d1d1d1a" not in text
 
 
+RANKS = [
+    {"rank": 0, "pid": 4711, "state": "serving", "heard_seconds": 0.0, "device": "cuda:2",
+     "engine_bytes": {"local": 3 * 2**30, "tcp": 1536}},
+    {"rank": 1, "pid": 4712, "state": "silent", "heard_seconds": 4.2, "device": "cores 4-7",
+     "engine_bytes": {}, "refused_peers": {"stale": 3}, "refused_writes": {"outside": 1}},
+]  # fmt: skip
+
+
+def test_every_rank_is_shown() -> None:
+    text = rendered({"workers": [{**DOCUMENT["workers"][0], "status": {"ranks": RANKS}}]})
+    for shown in (
+        "4711", "cuda:2", "serving", "local 3 GiB, tcp 1.5 KiB", "4712", "cores 4-7",
+        "silent 4 s", "3 connections refused: stale; 1 writes refused: outside",
+    ):  # fmt: skip
+        assert shown in text, text
+
+
+def test_a_pair_says_its_engine_and_why_it_is_no_better_one() -> None:
+    writer = {
+        "worker": "f2f2f2f2bbbbbbbb", "state": "paired", "engine": "tcp",
+        "passed_over": ["local: cannot open the pool", "mooncake: decode does not offer it"],
+    }  # fmt: skip
+    text = rendered({"workers": [{**DOCUMENT["workers"][0], "status": {"writers": [writer]}}]})
+    assert "tcp" in text
+    assert "local: cannot open the pool; mooncake: decode does not offer it" in " ".join(
+        text.split()
+    ), text
+
+
 def test_a_long_list_is_cut_and_counted() -> None:
     worker = {**DOCUMENT["workers"][0], "status": {"leases": [LEASE] * (ROWS_MAX + 7)}}
     assert "and 7 more" in rendered({"workers": [worker]})
@@ -119,6 +148,9 @@ json_values = st.recursive(
                     "status",
                     "pages",
                     "leases",
+                    "ranks",
+                    "refused_peers",
+                    "engine_bytes",
                     "totals",
                     "histograms",
                     "ttft_seconds",

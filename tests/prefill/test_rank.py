@@ -13,6 +13,7 @@ import pytest
 from pdrt.errors import EngineError
 from pdrt.ids import Incarnation, RoomId
 from pdrt.prefill.rank import (
+    HANGING_MAX,
     EngineClosed,
     EngineOpened,
     EngineRefused,
@@ -26,6 +27,7 @@ from pdrt.protocol.effects import CloseEngine, OpenEngine
 from pdrt.protocol.messages import Outcome, Reason, Segment
 from pdrt.protocol.room_writer import RankEnd, WriteOutcome
 from pdrt.transfer.engine import ByteRange, OnSettled, WriteRequest
+from pdrt.transfer.rank_messages import HeldEngine, HeldRoom
 from pdrt.transfer.room_task import (
     Close,
     ForwardEnded,
@@ -56,9 +58,12 @@ class ScriptedSender:
         self.may_open = asyncio.Event()
         self.may_open.set()
         self.refusal: str | None = None
+        self.hangs: dict[Incarnation, asyncio.Event] = {}
 
     async def open(self, decode: Incarnation, generation: int, segments: Sequence[Segment]) -> None:
         self.did.append("opening")
+        if decode in self.hangs:
+            await self.hangs[decode].wait()
         await self.may_open.wait()
         if self.refusal is not None:
             raise EngineError(self.refusal)
@@ -82,11 +87,25 @@ class Rank:
         self.sender = ScriptedSender()
         self.said: list[FromPrefillRank] = []
         self._tasks: list[asyncio.Task[None]] = []
-        parts = PrefillParts(1, 2, LAYOUT, {"scripted": self.sender})
+        self.other = ScriptedSender()
+        senders = {"scripted": self.sender, "other": self.other}
+        parts = PrefillParts(1, 2, LAYOUT, senders, open_seconds_max=3600.0)
         self.rank = PrefillRank(parts, 64, self._start, self.said.append)
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(asyncio.create_task(work, name=name))
+
+    async def hangs(self, decode: Incarnation) -> asyncio.Event:
+        """The opening of an engine does not come back, and is given up. Returns what lets it."""
+        said, parts = len(self.said), self.rank.parts
+        release = self.sender.hangs[decode] = asyncio.Event()
+        self.rank.parts = msgspec.structs.replace(parts, open_seconds_max=0.0)
+        self.rank.handle(OpenEngine(decode, 1, SEGMENTS))
+        self.rank.parts = parts
+        async with asyncio.timeout(60):
+            while len(self.said) == said:  # noqa: ASYNC110 (it is told by nothing else)
+                await asyncio.sleep(0)
+        return release
 
     async def told(self, *messages: ToPrefillRank) -> None:
         """Until everything that can happen has happened."""
@@ -133,11 +152,62 @@ async def test_one_that_is_closed_while_it_opens_is_closed_after_that(rank: Rank
     assert rank.said == [EngineOpened(DECODE, 1), EngineClosed(DECODE, 1)]
 
 
+# Engines that hang
+
+
+async def test_one_that_does_not_open_is_refused_and_can_be_closed(rank: Rank) -> None:
+    """Another engine takes its place meanwhile. It would end the worker to wait for it."""
+    release = await rank.hangs(DECODE)
+    assert rank.said == [EngineRefused(DECODE, 1, "rank 1 has not opened it within 0 s")]
+    await rank.told(CLOSE)
+    assert rank.said[1:] == [EngineClosed(DECODE, 1)]
+    segments = tuple(msgspec.structs.replace(x, engine="other") for x in SEGMENTS)
+    await rank.told(OpenEngine(DECODE, 1, segments))
+    assert rank.said[2:] == [EngineOpened(DECODE, 1)]
+    release.set()
+    await rank.told()
+    assert rank.sender.did == ["opening", "open", "closed"], "what opens late is closed"
+    assert rank.other.did == ["opening", "open"]
+    assert rank.rank.check() == (HeldEngine(DECODE, 1, "other"),)
+
+
+async def test_one_that_hangs_is_not_asked_again_before_it_comes_back(rank: Rank) -> None:
+    release = await rank.hangs(DECODE)
+    await rank.told(CLOSE)
+    await rank.told(OPEN)
+    why = "it was asked before to open, and has not come back yet"
+    assert rank.said[2:] == [EngineRefused(DECODE, 1, why)]
+    assert rank.sender.did == ["opening"]
+    release.set()
+    await rank.told(CLOSE)
+    await rank.told(OPEN)
+    assert rank.said[4:] == [EngineOpened(DECODE, 1)]
+
+
+async def test_one_that_hangs_disturbs_no_other_peer(rank: Rank) -> None:
+    await rank.hangs(DECODE)
+    another = Incarnation(0xD1)
+    await rank.told(OpenEngine(another, 1, SEGMENTS), CloseEngine(another, 1))
+    assert rank.said[1:] == [EngineOpened(another, 1), EngineClosed(another, 1)]
+
+
+async def test_engines_that_hang_are_bounded(rank: Rank) -> None:
+    peers = [Incarnation(0xD0 + n) for n in range(HANGING_MAX + 1)]
+    for peer in peers[:-1]:
+        await rank.hangs(peer)
+    await rank.told(OpenEngine(peers[-1], 1, SEGMENTS))
+    why = f"{HANGING_MAX} engines have not come back from being opened"
+    assert rank.said[-1] == EngineRefused(peers[-1], 1, why)
+
+
+# Rooms
+
+
 async def test_a_room_writes_this_ranks_slices(rank: Rank) -> None:
     """Heads 3, 4 and 5: one of them is decode rank 1's, two are rank 2's."""
     await rank.told(OPEN, PAGES, ToRoom(ROOM, ForwardStarted()))
     finished = ToRoom(ROOM, PagesFinished([4, 9], 2, is_last=True))
-    assert rank.rank.check() == (ROOM,)
+    assert rank.rank.check() == (HeldRoom(ROOM, 1, (7, 5)), HeldEngine(DECODE, 1, "scripted"))
     await rank.told(finished, ToRoom(ROOM, ForwardEnded()))
     assert [write.decode_rank for write in rank.sender.writes] == [1, 2]
     to_first, to_second = (write.ranges for write in rank.sender.writes)
@@ -152,7 +222,7 @@ async def test_a_room_writes_this_ranks_slices(rank: Rank) -> None:
     )
     complete = RankEnd(Outcome.COMPLETE, None, 2 * 3 * HEAD)
     assert rank.said[1:] == [RoomEnded(ROOM, complete)]
-    assert rank.rank.check() == ()
+    assert rank.rank.check() == (HeldEngine(DECODE, 1, "scripted"),)
 
 
 async def test_a_room_that_has_ended_hears_nothing(rank: Rank) -> None:

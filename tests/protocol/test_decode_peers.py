@@ -263,7 +263,9 @@ def test_engine_that_cannot_be_destroyed_ends_the_worker(prefill: Prefill) -> No
     for _ in range(int(CONFIG.retire_seconds_max)):
         prefill.hello()
         assert prefill.tick(1.0) == []
-    assert ends_worker(prefill.tick(0.5)) == "ranks [0] cannot destroy the engine of generation 1"
+    whose = "generation 1 of decode worker 00000000000000d0"
+    why = f"ranks [0] cannot destroy the test engine of {whose}"
+    assert ends_worker(prefill.tick(0.5)) == why
     assert prefill.released == [], "and its pages stay"
 
 

@@ -17,6 +17,7 @@ from pdrt.kv.pages import OwnerKind
 from pdrt.prefill.worker import PrefillWorker
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
+from pdrt.transfer.rank_messages import HeldRoom
 from tests.decode.deployment import Deployment, GatewayPeer, Stream, prompt_of, until
 from tests.prefill.executor import output_of
 from tests.ranks.group import Ranks
@@ -147,12 +148,13 @@ async def test_what_a_rank_finds_broken_is_told_to_whoever_asks() -> None:
     """A room that the leader believes to be open there, and is not."""
     async with paired(2, 1) as pair:
         await pair.serve([prompt_of(9)])
-        known = pair.prefill.ranks.rooms
-        room = pair.decode.table.next_room()
-        pair.prefill.ranks.rooms = lambda rank: frozenset({room})
+        known = pair.prefill.ranks.believed
+        room = HeldRoom(pair.decode.table.next_room(), 1, (3,))
+        pair.prefill.ranks.believed = lambda rank: known(rank) | {room}
         report = await pair.gateway.inspect(pair.prefill.incarnation)
-        assert report.broken == (f"rank 1 and its leader disagree on rooms {room}",)
-        pair.prefill.ranks.rooms = known
-        status = pair.prefill.ranks.seen(asyncio.get_running_loop().time())
+        lacks = f"the rank lacks {room.words}"
+        assert report.broken == (f"rank 1 and its leader disagree: {lacks}",)
+        pair.prefill.ranks.believed = known
+        status = pair.prefill.ranks.seen(asyncio.get_running_loop().time(), 1.0, {})
         pids = [forked.pid for forked in pair.prefill_ranks.forked]
         assert [entry["pid"] for entry in status][1:] == pids

@@ -15,12 +15,23 @@ from pdrt.protocol.messages import Reason
 from pdrt.transfer import worker_loop
 from pdrt.transfer.rank_channel import RankChannel, encode
 from pdrt.transfer.rank_loop import RankLoop
-from pdrt.transfer.rank_messages import Alive, Check, Checked, Step, StepFailed
+from pdrt.transfer.rank_messages import (
+    Alive,
+    Check,
+    Checked,
+    Held,
+    HeldEngine,
+    HeldRoom,
+    RankReport,
+    Step,
+    StepFailed,
+)
 from pdrt.transfer.room_task import Close, ForwardEnded, ForwardStarted, RankRoom, ToRoom
 from pdrt.transfer.worker_loop import ExitCode
 
 Messages = RankRoom | ToRoom | CloseEngine
 ROOM = RoomId(Incarnation(0xD0), 1)
+HELD: tuple[Held, ...] = (HeldRoom(ROOM, 1, (4, 5)), HeldEngine(ROOM.decode, 1, "tcp"))
 STARTED, ENDED = ToRoom(ROOM, ForwardStarted()), ToRoom(ROOM, ForwardEnded())
 CLOSED = ToRoom(ROOM, Close(Reason.CLIENT_GONE))
 
@@ -40,9 +51,12 @@ class Scripted:
     def follows_step(self, message: Any) -> bool:
         return isinstance(message, ToRoom) and not isinstance(message.event, Close)
 
-    def check(self) -> tuple[RoomId, ...]:
+    def check(self) -> tuple[Held, ...]:
         assert self.broken is None, self.broken
-        return (ROOM,)
+        return HELD
+
+    def report(self) -> RankReport:
+        return RankReport("core 3", {"stale": len(self.did)})
 
     def close(self) -> None:
         self.is_closed = True
@@ -137,13 +151,16 @@ async def test_checks_are_answered_also_during_a_forward(running: Running) -> No
     running.tell(Check(5))
     await running.until(lambda: len(running.answers(Checked)) == 2)
     first, second = running.answers(Checked)
-    assert first == Checked(4, (ROOM,))
+    assert first == Checked(4, HELD)
     assert second.broken.startswith("a page twice")
     running.rank.steps[0].set_result(None)
 
 
 async def test_it_says_that_it_is_alive(running: Running) -> None:
     await running.until(lambda: len(running.answers(Alive)) >= 3)
+    assert running.answers(Alive)[-1] == Alive(RankReport("core 3", {"stale": 0}))
+    running.tell(CLOSED)
+    await running.until(lambda: Alive(RankReport("core 3", {"stale": 1})) in running.said)
 
 
 async def test_it_ends_with_its_leader(running: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,6 @@ else. One that has been is never registered again.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import msgspec
@@ -20,6 +19,7 @@ from pdrt.protocol.writers import FenceKind
 from pdrt.transfer.mooncake.descriptor import NAME, MooncakeDescriptor
 from pdrt.transfer.mooncake.instance import Fence, Instance
 from pdrt.transfer.mooncake.library import check_pool, load, rdma_devices, resolved
+from pdrt.transfer.slow_calls import on_own_thread
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class MooncakeReceiver:
         if len(self._tombstones) >= 2 * TOMBSTONES_MAX:
             raise EngineError(f"{len(self._tombstones)} mooncake engines have been fenced")
         instance = Instance(self._factory, self._host, self._config)
-        await asyncio.to_thread(instance.register, self._pool.address, self._pool.size_bytes)
+        await on_own_thread(instance.register, self._pool.address, self._pool.size_bytes)
         self._open[endpoint, generation] = instance
         descriptor = MooncakeDescriptor(
             host=self._host,
@@ -89,7 +89,7 @@ class MooncakeReceiver:
     async def close_segment(self, endpoint: str, generation: int) -> None:
         """Retire it; returns once nothing more can be written through it."""
         instance = self._open.pop((endpoint, generation))
-        fence = await asyncio.to_thread(instance.retire)
+        fence = await on_own_thread(instance.retire)
         self._tombstones.append(instance)
         if fence is Fence.DESTROYED:
             log.info("a mooncake engine has been destroyed", extra={"endpoint": endpoint})
@@ -98,7 +98,7 @@ class MooncakeReceiver:
         """Destroy it, ports and all: nobody has anything queued for it that could be repeated to
         whoever has them next."""
         instance = self._open.pop((endpoint, generation))
-        await asyncio.to_thread(instance.close)
+        await on_own_thread(instance.close)
 
     def close(self) -> None:
         """Let go of everything, at exit."""

@@ -29,6 +29,7 @@ from pdrt.transfer.mooncake.poller import (
     Target,
 )
 from pdrt.transfer.mooncake.writes import Answer
+from pdrt.transfer.slow_calls import on_own_thread
 
 CONNECT_SECONDS_MAX = 3.0
 """To each port; what does not answer by then is blocked."""
@@ -90,9 +91,9 @@ class MooncakeSender:
         # Over TCP nobody needs to reach our memory, nor the library to know it.
         if self._config.mooncake_protocol != TCP:
             size = self._pool.size_bytes
-            await asyncio.to_thread(instance.register, self._pool.address, size)
+            await on_own_thread(instance.register, self._pool.address, size)
         for target in targets.values():
-            why = await asyncio.to_thread(instance.reach, target.peer, target.address)
+            why = await on_own_thread(instance.reach, target.peer, target.address)
             if why is not None:
                 raise EngineError(why)
 

@@ -17,6 +17,7 @@ from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import OnSettled, WriteRequest
+from pdrt.transfer.slow_calls import on_own_thread
 from pdrt.transfer.tcp import NAME
 from pdrt.transfer.tcp.connection import Address, Connection, Result, dial
 from pdrt.transfer.tcp.outbox import Outbox, Piece, Write, pieces_of
@@ -47,7 +48,7 @@ class TcpSender:
         """
         assert (decode, generation) not in self._instances, (decode, generation)
         addresses = {x.rank: _address(x, decode, generation) for x in segments}
-        dials = [asyncio.to_thread(dial, address) for address in addresses.values()]
+        dials = [on_own_thread(dial, address) for address in addresses.values()]
         dialled = await asyncio.gather(*dials, return_exceptions=True)
         failures = [x for x in dialled if isinstance(x, BaseException)]
         if failures:
