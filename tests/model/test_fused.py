@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from pdrt.model import attention, fused, fused_check, loader
+from pdrt.model import attention, fused, fused_check, loader_weights
 from pdrt.model.attention import ForwardContext, LayerCall
 from pdrt.model.batch import Row
 from pdrt.model.executor import Executor
@@ -213,13 +213,13 @@ def test_the_transformers_module_gives_its_weights_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_forward("fused")
-    read, modules = loader._Checkpoint.read, []
+    read, modules = loader_weights.Checkpoint.read, []
 
     def keep(checkpoint: Any) -> nn.Module:
         modules.append(read(checkpoint))
         return modules[-1]
 
-    monkeypatch.setattr(loader._Checkpoint, "read", keep)
+    monkeypatch.setattr(loader_weights.Checkpoint, "read", keep)
     executor = load_executor(tiny_model("llama"))
     assert executor.description.startswith("fused decoder, native")
     (module,) = modules
