@@ -5,35 +5,51 @@ what its leader has read (`stand_in.RankPart`): a slice that went elsewhere fail
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, Literal
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdrt.config import TransferConfig
 from pdrt.decode.worker import DecodeWorker
+from pdrt.ids import RoomId, short
 from pdrt.kv.layout import KvLayout
 from pdrt.kv.pages import OwnerKind
 from pdrt.prefill.worker import PrefillWorker
+from pdrt.protocol.effects import CloseEngine, CloseSegment, OpenEngine, OpenSegment
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
+from pdrt.transfer.rank_channel import encode
 from pdrt.transfer.rank_messages import HeldRoom
+from pdrt.transfer.tcp.receiver import TcpDescriptor
+from pdrt.transfer.tcp.wire import Greeted, pack_head
+from pdrt.transfer.writable import AdmitRoom, DismissRoom, Verdict
 from tests.decode.deployment import Deployment, GatewayPeer, Stream, prompt_of, until
 from tests.prefill.executor import output_of
 from tests.ranks.group import Ranks
 from tests.ranks.stand_in import LAYOUT, ONE_HEAD
+from tests.transfer.tcp_pair import Raw
 
 pytestmark = pytest.mark.e2e
+
+Transfer = Literal["auto", "tcp"]
 
 
 class Pair:
     """One worker of each role, of several ranks."""
 
-    def __init__(self, m: int, n: int, layout: KvLayout, kv_checksum: bool) -> None:
+    def __init__(
+        self, m: int, n: int, layout: KvLayout, kv_checksum: bool, transfer: Transfer
+    ) -> None:
         self.deployment = Deployment(GatewayPeer())
         self.gateway = self.deployment.gateway
         self.deployment.kv_checksum = kv_checksum
-        self.config = self.deployment.config()
+        engines = TransferConfig(transfer=transfer)
+        self.config = msgspec.structs.replace(self.deployment.config(), engines=engines)
         self.prefill_ranks = Ranks("prefill", self.config, layout, m)
         self.decode_ranks = Ranks("decode", self.config, layout, n)
         self.prefill: PrefillWorker
@@ -62,10 +78,15 @@ class Pair:
 
 @asynccontextmanager
 async def paired(
-    m: int, n: int, layout: KvLayout = LAYOUT, kv_checksum: bool = False, **changes: object
+    m: int,
+    n: int,
+    layout: KvLayout = LAYOUT,
+    kv_checksum: bool = False,
+    transfer: Transfer = "auto",
+    **changes: object,
 ) -> AsyncIterator[Pair]:
     """At the end, both workers must be whole and unbroken, on every rank."""
-    pair = Pair(m, n, layout, kv_checksum)
+    pair = Pair(m, n, layout, kv_checksum, transfer)
     try:
         await pair.start(**changes)
         yield pair
@@ -158,3 +179,92 @@ async def test_what_a_rank_finds_broken_is_told_to_whoever_asks() -> None:
         status = pair.prefill.ranks.seen(asyncio.get_running_loop().time(), 1.0, {})
         pids = [forked.pid for forked in pair.prefill_ranks.forked]
         assert [entry["pid"] for entry in status][1:] == pids
+
+
+def samples(worker: PrefillWorker | DecodeWorker, name: str, *labels: str) -> dict[Any, int]:
+    """Values of one metric, by some of its labels."""
+    families = text_string_to_metric_families(worker.view.render().decode())
+    found = [sample for family in families for sample in family.samples if sample.name == name]
+    return {tuple(x.labels[label] for label in labels): int(x.value) for x in found}
+
+
+def tell_rank_1(worker: PrefillWorker | DecodeWorker, message: msgspec.Struct) -> None:
+    """Nobody else, so that it holds what its leader knows nothing of, or lacks what that believes
+    it to have."""
+    worker.ranks._channels[1].send(encode(message))
+
+
+async def finds(pair: Pair, worker: PrefillWorker | DecodeWorker, words: str) -> None:
+    """`/debug/check` says this of rank 1 sooner or later, and nothing of the others."""
+    worker._checked_at = math.inf  # what it found by itself would end it
+    broken: tuple[str, ...] = ()
+    async with asyncio.timeout(60):
+        while broken != (f"rank 1 and its leader disagree: {words}",):
+            broken = (await pair.gateway.inspect(worker.incarnation)).broken
+
+
+async def test_a_check_names_the_decode_rank_and_what_it_has_or_lacks() -> None:
+    async with paired(1, 3) as pair:
+        await pair.serve([prompt_of(9)])
+        decode, endpoint = pair.decode, pair.prefill.handover.endpoint
+        room = RoomId(decode.incarnation, 1_000_000)
+        tell_rank_1(decode, AdmitRoom(room, endpoint, 1, (7,)))
+        await finds(pair, decode, f"the leader does not know of {HeldRoom(room, 1, (7,)).words}")
+        tell_rank_1(decode, DismissRoom(room))
+        tell_rank_1(decode, OpenSegment(endpoint, 99))
+        segment = f"the segment of generation 99 for {endpoint}"
+        await finds(pair, decode, f"the leader does not know of {segment}")
+        tell_rank_1(decode, CloseSegment(endpoint, 99))
+        tell_rank_1(decode, CloseSegment(endpoint, 1))
+        segment = f"the segment of generation 1 for {endpoint}"
+        await finds(pair, decode, f"the rank lacks {segment}")
+        tell_rank_1(decode, OpenSegment(endpoint, 1))
+
+
+async def test_a_check_names_the_prefill_rank_and_the_engine_that_it_lacks() -> None:
+    async with paired(2, 1) as pair:
+        await pair.serve([prompt_of(9)])
+        prefill, decode = pair.prefill, pair.decode.incarnation
+        (engine,) = prefill.table.peers.known[decode].engines.values()
+        tell_rank_1(prefill, CloseEngine(decode, 1))
+        whose = f"the local engine of generation 1 of decode worker {short(decode)}"
+        await finds(pair, prefill, f"the rank lacks {whose}")
+        segments = tuple(x for x in engine.segments if x.engine == "local")
+        tell_rank_1(prefill, OpenEngine(decode, 1, segments))
+
+
+def greeted(shown: TcpDescriptor, **changes: Any) -> tuple[Greeted, Raw]:
+    """What a process of another rank replies to a connection; ours need not turn for that."""
+    raw = Raw(shown.port)
+    return raw.greet(shown, **changes), raw
+
+
+async def test_what_a_second_rank_turns_away_reaches_its_worker() -> None:
+    """A wrong token, a stale one, and a write of a room that is over."""
+    async with paired(1, 2, transfer="tcp") as pair:
+        await pair.serve([prompt_of(9)])
+        peer = pair.decode.table.pairing.peers[pair.prefill.handover.endpoint]
+        assert peer.newest is not None
+        (segment,) = peer.newest.segments[1]
+        shown = msgspec.msgpack.decode(segment.descriptor, type=TcpDescriptor)
+        changes: dict[str, Any] = {"decode": pair.decode.incarnation, "rank": 1}
+        assert greeted(shown, **changes, token=bytes(16))[0] is Greeted.WRONG_TOKEN
+        assert greeted(shown, **changes, generation=2)[0] is Greeted.STALE
+        reply, raw = greeted(shown, **changes)
+        assert reply is Greeted.ACCEPTED
+        raw.socket.sendall(pack_head(1, [(0, 8)], is_last=True) + bytes(8))
+        assert raw.answer() is Verdict.NO_ROOM
+        raw.close()
+        await until(lambda: pair.decode.ranks.reports()[1].refused_writes, "what rank 1 says")
+        peers = samples(pair.decode, "pdrt_refused_peers_total", "reason")
+        assert peers == {("wrong_token",): 1, ("stale",): 1}
+        writes = samples(pair.decode, "pdrt_refused_writes_total", "rank", "reason")
+        assert writes == {("1", "no_room"): 1}
+        rows = msgspec.json.decode(pair.decode.view.status())["ranks"]
+        assert [row["refused_writes"] for row in rows] == [{}, {"no_room": 1}]
+        assert [row["refused_peers"] for row in rows] == [{}, {"wrong_token": 1, "stale": 1}]
+        assert [row["device"] for row in rows] == ["any core", "any core"]
+        landed = [row["engine_bytes"]["tcp"] for row in rows]
+        assert landed[0] == landed[1] > 0, "half of the heads each"
+        (sent,) = msgspec.json.decode(pair.prefill.view.status())["ranks"]
+        assert sent["engine_bytes"] == {"tcp": sum(landed)}
