@@ -34,6 +34,7 @@ class Owner(NamedTuple):
 
 
 CACHE = Owner(OwnerKind.CACHE, None)
+_NONE: frozenset[int] = frozenset()
 
 
 class PageTable:
@@ -51,8 +52,11 @@ class PageTable:
         # None exactly for the pages in `_free`.
         self._owners: list[Owner | None] = [None] * total
         self._counts: Counter[OwnerKind] = Counter({OwnerKind.FREE: total})
-        # Readers of each cached page; an entry, perhaps empty, exactly for pages owned by CACHE.
-        self._holders: dict[int, set[Owner]] = {}
+        # How many read each cached page; an entry, perhaps 0, exactly for pages owned by CACHE.
+        self._readers: dict[int, int] = {}
+        # The cached pages that each holder reads; no empty entries. By holder, as holders take and
+        # drop whole prefixes at once.
+        self._held: dict[Owner, set[int]] = {}
 
     @property
     def free_count(self) -> int:
@@ -102,69 +106,60 @@ class PageTable:
         """`owner`'s pages become cached ones, which it goes on holding."""
         assert owner.kind not in (OwnerKind.FREE, OwnerKind.CACHE), owner
         self._pass(pages, owner, CACHE)
-        for page in pages:
-            self._holders[page] = {owner}
+        self._readers.update(dict.fromkeys(pages, 1))
+        self._note_held(pages, owner)
 
     def hold(self, pages: Iterable[int], holder: Owner) -> None:
         """`holder` reads these cached pages: they cannot be evicted until it drops them."""
         pages = list(pages)
         assert self._readable(pages), (pages, holder)
-        assert all(holder not in self._holders[page] for page in pages), (pages, holder)
+        assert self._held.get(holder, _NONE).isdisjoint(pages), (pages, holder)
         for page in pages:
-            self._holders[page].add(holder)
+            self._readers[page] += 1
+        self._note_held(pages, holder)
 
     def drop(self, pages: Iterable[int], holder: Owner) -> None:
         """`holder` no longer reads these cached pages."""
         pages = list(pages)
         assert self._readable(pages), (pages, holder)
-        assert all(holder in self._holders[page] for page in pages), (pages, holder)
+        assert self.are_held_by(pages, holder), (pages, holder)
         for page in pages:
-            self._holders[page].remove(holder)
+            self._readers[page] -= 1
+        self._note_dropped(pages, holder)
 
     def pass_hold(self, pages: Iterable[int], giver: Owner, taker: Owner) -> None:
         """`taker` reads these cached pages in `giver`'s place."""
         pages = list(pages)
         assert self._readable(pages), (pages, giver, taker)
-        assert all(giver in self._holders[page] for page in pages), (pages, giver)
-        assert all(taker not in self._holders[page] for page in pages), (pages, taker)
-        for page in pages:
-            self._holders[page].remove(giver)
-            self._holders[page].add(taker)
+        assert self.are_held_by(pages, giver), (pages, giver)
+        assert self._held.get(taker, _NONE).isdisjoint(pages), (pages, taker)
+        self._note_dropped(pages, giver)
+        self._note_held(pages, taker)
 
     def is_held(self, page: int) -> bool:
         """Somebody reads this cached page."""
-        assert page in self._holders, page
-        return bool(self._holders[page])
-
-    def is_held_by(self, page: int, holder: Owner) -> bool:
-        """`holder` reads this cached page."""
-        assert page in self._holders, page
-        return holder in self._holders[page]
+        assert page in self._readers, page
+        return self._readers[page] > 0
 
     def are_held_by(self, pages: Sequence[int], holder: Owner) -> bool:
         """`holder` reads all of these cached pages."""
-        return all(holder in self._holders[page] for page in pages)
+        return self._held.get(holder, _NONE).issuperset(pages)
 
     def holders(self, page: int) -> frozenset[Owner]:
-        """Who reads this cached page."""
-        assert page in self._holders, page
-        return frozenset(self._holders[page])
+        """Who reads this cached page. O(holders)."""
+        assert page in self._readers, page
+        return frozenset(holder for holder, held in self._held.items() if page in held)
 
     def held_by(self, kind: OwnerKind) -> dict[Owner, set[int]]:
         """Every reader of `kind` with the cached pages that it reads. O(cached pages)."""
-        found: dict[Owner, set[int]] = {}
-        for page, holders in self._holders.items():
-            for holder in holders:
-                if holder.kind is kind:
-                    found.setdefault(holder, set()).add(page)
-        return found
+        return {holder: set(held) for holder, held in self._held.items() if holder.kind is kind}
 
     def evict(self, pages: Sequence[int]) -> None:
         """Cached pages that nobody holds become free, the last of them to be taken first."""
         assert self._readable(pages), (pages, "not cached")
-        assert not any(map(self._holders.__getitem__, pages)), (pages, "held")
+        assert not any(map(self._readers.__getitem__, pages)), (pages, "held")
         for page in pages:
-            del self._holders[page]
+            del self._readers[page]
         self._give_back(pages)
         self._count(OwnerKind.CACHE, OwnerKind.FREE, len(pages))
 
@@ -188,7 +183,10 @@ class PageTable:
         kinds = Counter(OwnerKind.FREE if owner is None else owner.kind for owner in self._owners)
         assert +kinds == +self._counts, (kinds, self._counts)
         cached = {p for p, owner in enumerate(self._owners) if owner is CACHE}
-        assert cached == set(self._holders), "holders of a page that is not cached"
+        assert cached == self._readers.keys(), "readers of a page that is not cached"
+        readers = Counter(page for held in self._held.values() for page in held)
+        assert all(self._held.values()), "a holder of nothing"
+        assert +Counter(self._readers) == readers, "readers that hold nothing, or the reverse"
 
     def _require(self, pages: Sequence[int], owner: Owner) -> None:
         assert len(set(pages)) == len(pages), f"{owner} names a page twice: {pages}"
@@ -204,7 +202,18 @@ class PageTable:
 
     def _readable(self, pages: Sequence[int]) -> bool:
         """Cached pages, each named once."""
-        return len(set(pages)) == len(pages) and self._holders.keys() >= set(pages)
+        return len(set(pages)) == len(pages) and self._readers.keys() >= set(pages)
+
+    def _note_held(self, pages: Sequence[int], holder: Owner) -> None:
+        if pages:
+            self._held.setdefault(holder, set()).update(pages)
+
+    def _note_dropped(self, pages: Sequence[int], holder: Owner) -> None:
+        if pages:
+            held = self._held[holder]
+            held.difference_update(pages)
+            if not held:
+                del self._held[holder]
 
     def _pass(self, pages: Sequence[int], giver: Owner, taker: Owner) -> None:
         self._require(pages, giver)

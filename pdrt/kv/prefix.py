@@ -22,7 +22,7 @@ from itertools import islice
 from typing import NewType
 
 from pdrt.errors import PoolExhausted
-from pdrt.kv.pages import CACHE, Owner, PageTable
+from pdrt.kv.pages import CACHE, Owner, OwnerKind, PageTable
 
 PageKey = NewType("PageKey", bytes)
 KEY_BYTES = 16
@@ -237,7 +237,14 @@ class PrefixCache:
                 continue
             earlier = self._pages_of.get(before)
             assert earlier is not None, (page, "cached behind a gap")
-            for holder in self.pages.holders(page):
-                assert any(self.pages.is_held_by(p, holder) for p in earlier), (page, holder)
             is_kept = earlier[0] not in age or age.get(page, -1) < age[earlier[0]]
             assert is_kept, (page, "is evicted after the page before it")
+        for kind in OwnerKind:
+            for holder, held in self.pages.held_by(kind).items():
+                self._check_held(holder, held)
+
+    def _check_held(self, holder: Owner, held: set[int]) -> None:
+        for page in held:
+            before = self._before[self._key_of[page]]
+            is_whole = before is None or not held.isdisjoint(self._pages_of[before])
+            assert is_whole, (page, holder, "is held without the page before it")

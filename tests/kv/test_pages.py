@@ -29,8 +29,7 @@ def table() -> Iterator[PageTable]:
 
 def snapshot(table: PageTable) -> object:
     held = {
-        page: {owner for owner in OWNERS if owner in table._holders[page]}
-        for page in table._holders
+        page: {owner for owner in OWNERS if owner in table.holders(page)} for page in table._readers
     }
     return [table.owner(page) for page in range(TOTAL)], list(table._free), held, table.counts()
 

@@ -32,7 +32,6 @@ def unchecked() -> list[Patch]:
     return [
         (PrefixCache, "check", nothing),
         (prefill, "check_prefill", nothing),
-        (PageTable, "is_held_by", yes),
         (PageTable, "are_held_by", yes),
     ]
 
