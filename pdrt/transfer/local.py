@@ -8,8 +8,12 @@ Mapped memory cannot be taken back from a living process: the fence is the death
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,6 +32,9 @@ from pdrt.transfer.slow_calls import on_own_thread
 NAME = "local"
 ASLEEP_SECONDS = 1.0
 """A watchdog this late was itself asleep, and so was the copying thread: it accuses nobody."""
+TELL_SECONDS = 0.002
+"""While there is more to copy, the loop hears no more often of what has ended: each time it takes
+the GIL, the copying thread waits for it and is woken late, for as long as copying 1 MB takes."""
 
 
 def memory_of(pool: KvPool) -> Memory:
@@ -78,6 +85,14 @@ class _Instance:
         self.takes_writes = True
 
 
+class _Copy(NamedTuple):
+    """One accepted write, as the copying thread has it."""
+
+    instance: _Instance
+    request: WriteRequest
+    answer: _OneAnswer
+
+
 class LocalSender:
     """The prefill side: one copying thread per rank, in order of acceptance."""
 
@@ -90,8 +105,15 @@ class LocalSender:
         self._instances: dict[tuple[Incarnation, int], _Instance] = {}
         self._thread = ThreadPoolExecutor(1, "pdrt-copy")
         self._loop = asyncio.get_running_loop()
+        # Bounded by what rooms have accepted. The thread has a task until it finds it empty.
+        self._queued: deque[_Copy] = deque()
+        self._is_copying = False
+        self._queue_lock = threading.Lock()
         # Bumped by the copying thread alone, after every piece; read by the watchdogs.
         self._pieces_copied = 0
+        # The copying thread's: what has ended, and how, that the loop has not heard of.
+        self._ended: list[tuple[_Copy, Exception | None]] = []
+        self._told_at = 0.0
 
     async def open(self, decode: Incarnation, generation: int, segments: Sequence[Segment]) -> None:
         """Map every rank's pool, on a thread: a large one of a GPU takes its time.
@@ -137,25 +159,61 @@ class LocalSender:
         instance.idle.clear()
         answer = _OneAnswer(on_settled)
         self._watch(answer, instance, self._pieces_copied)
-        future = self._thread.submit(self._copy, instance, request)
+        with self._queue_lock:
+            self._queued.append(_Copy(instance, request, answer))
+            is_idle, self._is_copying = not self._is_copying, True
+        if is_idle:
+            self._thread.submit(self._copy_queued)
 
-        def copied(done: Future[None]) -> None:
-            # Neither a dropped copy nor one that outlives the loop has anybody to answer to.
-            if not done.cancelled() and not self._loop.is_closed():
-                error = done.exception()
-                self._loop.call_soon_threadsafe(self._copied, instance, answer, error)
+    # On the copying thread
 
-        future.add_done_callback(copied)
+    def _copy_queued(self) -> None:
+        """Until nothing is queued."""
+        while (copy := self._next()) is not None:
+            self._ended.append((copy, self._failure_of(copy)))
+            self._tell_if_due()
+        self._tell()
+
+    def _next(self) -> _Copy | None:
+        with self._queue_lock:
+            self._is_copying = bool(self._queued)
+            return self._queued.popleft() if self._queued else None
+
+    def _failure_of(self, copy: _Copy) -> Exception | None:
+        """Carry it out. Whatever it fails with is judged on the loop."""
+        try:
+            self._copy(copy.instance, copy.request)
+        except Exception as error:
+            return error
+        return None
 
     def _copy(self, instance: _Instance, request: WriteRequest) -> None:
-        """On the copying thread."""
         target = instance.addresses[request.decode_rank]
         self._memory.copy(target, request.ranges, self._progressed)
 
     def _progressed(self) -> None:
         self._pieces_copied += 1
+        if self._ended:
+            self._tell_if_due()
 
-    def _copied(self, instance: _Instance, answer: _OneAnswer, error: BaseException | None) -> None:
+    def _tell_if_due(self) -> None:
+        if time.monotonic() - self._told_at >= TELL_SECONDS:
+            self._tell()
+
+    def _tell(self) -> None:
+        ended, self._ended = self._ended, []
+        self._told_at = time.monotonic()
+        # A copy that outlives the loop has nobody to answer to.
+        if ended and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle, ended)
+
+    # On the loop
+
+    def _settle(self, ended: Sequence[tuple[_Copy, Exception | None]]) -> None:
+        for copy, error in ended:
+            self._copied(copy.instance, copy.answer, error)
+
+    def _copied(self, instance: _Instance, answer: _OneAnswer, error: Exception | None) -> None:
         if isinstance(error, CopyUnsettledError):
             # It stays outstanding, so the instance is never idle again: the leader ends the worker.
             instance.takes_writes = False
@@ -202,6 +260,8 @@ class LocalSender:
 
     def close(self) -> None:
         """At exit: queued copies are dropped, the process ends with its thread."""
+        with self._queue_lock:
+            self._queued.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
