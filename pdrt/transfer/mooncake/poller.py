@@ -21,6 +21,9 @@ from pdrt.transfer.mooncake.writes import Answer, InstanceWrites, TransferState
 
 POLL_SECONDS = 0.0002
 """Between two looks while something moves: a transfer of some hundred KB takes as long."""
+TRANSFER_SECONDS_MIN = 0.00003
+"""What the smallest transfer takes, each after the other. While half of those that are out must
+still be so, a look would only keep the library's threads from a core."""
 SLOW_POLL_SECONDS = 0.002
 """While nothing has moved for `STILL_SECONDS`."""
 STILL_SECONDS = 0.02
@@ -128,8 +131,10 @@ class Poller:
 
     def _pause(self) -> float:
         moved_at = max(flight.moved_at for flight in self._busy)
-        is_still = time.monotonic() - moved_at > STILL_SECONDS
-        return SLOW_POLL_SECONDS if is_still else POLL_SECONDS
+        if time.monotonic() - moved_at > STILL_SECONDS:
+            return SLOW_POLL_SECONDS
+        out = max(flight.writes.out_count for flight in self._busy)
+        return max(POLL_SECONDS, out / 2 * TRANSFER_SECONDS_MIN)
 
     def _do(self, command: Accept | Finish | Quit) -> None:
         now = time.monotonic()

@@ -85,6 +85,11 @@ class InstanceWrites:
         return list(self._out)
 
     @property
+    def out_count(self) -> int:
+        """How many there are of them."""
+        return len(self._out)
+
+    @property
     def is_busy(self) -> bool:
         """Something is to be submitted or asked for."""
         return bool(self._out) or any(self._waiting.values())
