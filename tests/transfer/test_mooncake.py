@@ -26,6 +26,7 @@ from pdrt.transfer.mooncake.descriptor import MooncakeDescriptor
 from pdrt.transfer.mooncake.library import load
 from pdrt.transfer.mooncake.receiver import MooncakeReceiver
 from pdrt.transfer.mooncake.sender import MooncakeSender
+from pdrt.transfer.mooncake.sockets import listening_ports
 from tests.decode.deployment import NEVER, until
 from tests.transfer.mooncake_peers import (
     CONFIG,
@@ -267,6 +268,21 @@ async def test_tombstones_have_a_bound(decode: Decode, monkeypatch: pytest.Monke
     assert "fenced" in str(decode.receiver.restart_reason)
     with pytest.raises(EngineError, match="6 mooncake engines"):
         await decode.open(7)
+
+
+async def test_an_offer_that_nobody_took_leaves_nothing_behind(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many more of them than there may be tombstones, beside one that is written through."""
+    monkeypatch.setattr(receiver_module, "TOMBSTONES_MAX", 1)
+    await decode.open(1, "tcp://neighbour:1")
+    ports = listening_ports()
+    for generation in range(1, 6):
+        await decode.open(generation)
+        assert listening_ports() > ports
+        await decode.receiver.close_offer(ENDPOINT, generation)
+        assert listening_ports() == ports
+    assert decode.receiver.restart_reason is None
 
 
 async def test_what_engines_cost_is_given_back(decode: Decode, prefill: Prefill) -> None:
