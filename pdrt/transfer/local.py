@@ -170,7 +170,9 @@ class LocalSender:
     def _copy_queued(self) -> None:
         """Until nothing is queued."""
         while (copy := self._next()) is not None:
-            self._ended.append((copy, self._failure_of(copy)))
+            failure = self._failure_of(copy)
+            # Looked up only now: what was there before may have been told from within the copy.
+            self._ended.append((copy, failure))
             self._tell_if_due()
         self._tell()
 
