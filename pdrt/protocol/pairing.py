@@ -246,6 +246,7 @@ class Pairing:
         if old is not None and old != message.writer:
             effects.append(WriterLost(peer.endpoint, old))
             peer.forget_engine()
+            peer.refusal = None
         peer.writer = message.writer
         return effects
 
@@ -283,7 +284,8 @@ class Pairing:
         if differences := self.fingerprint.differences(message.fingerprint):
             return "; ".join(differences)
         if not message.generation:
-            return None
+            # It tries again, and has not got over what it refused for: that is still to be seen.
+            return peer.refusal
         if message.engine not in self.engines:
             offered = ", ".join(self.engines)
             return f"prefill writes through {message.engine}, decode offers {offered}"

@@ -222,6 +222,25 @@ def test_no_grant_before_the_engine_is_known() -> None:
     assert (peer.engine, peer.passed_over) == ("tcp", ("local: another host",))
 
 
+def test_a_refusal_is_seen_until_the_writer_has_got_over_it() -> None:
+    """Also while it tries again, which takes seconds where packets are dropped."""
+    decode = mixed()
+    peer = decode.pairing.peers[ENDPOINT]
+    decode.welcome(generation=0, engine=None, refusal="tcp: the port is blocked")
+    decode.tick(1.0)
+    decode.welcome(generation=0, engine=None)
+    assert (peer.state, peer.refusal) == (PairState.REFUSED, "tcp: the port is blocked")
+    decode.tick(1.0)
+    decode.welcome(NEXT_WRITER, generation=0, engine=None)
+    assert peer.refusal is None, "of another writer"
+    decode.tick(1.0)
+    decode.welcome(NEXT_WRITER, generation=0, engine=None, refusal="tcp: the port is blocked")
+    decode.tick(1.0)
+    decode.welcome(NEXT_WRITER, engine="tcp")
+    assert peer.refusal is None
+    assert decode.table.is_usable(ENDPOINT)
+
+
 def test_a_local_writer_is_granted_to_once_its_processes_are_in_hand() -> None:
     decode = mixed()
     assert only(decode.welcome(engine="local"), OpenFence)
