@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import os
+import threading
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -18,10 +20,12 @@ from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.protocol.writers import FenceKind
+from pdrt.transfer import local
 from pdrt.transfer.engine import ByteRange, WriteRequest, coalesce
 from pdrt.transfer.local import LocalReceiver, LocalSender
+from pdrt.transfer.local import _Instance as Instance
 from pdrt.transfer.local_memory import HostDescriptor
-from tests.decode.deployment import NEVER, until
+from tests.decode.deployment import HANG_SECONDS, NEVER, until
 from tests.transfer import receiver
 from tests.transfer.copies import CopyGate
 from tests.transfer.forked import Forked
@@ -126,6 +130,40 @@ async def test_a_head_slice_touches_nothing_else(writes: Writes, remote: Remote)
     expected = writes.pool.tensor.clone()
     expected[9, 0] = writes.pool.tensor[3, 1]
     assert remote.digest() == hashlib.sha256(expected.numpy().tobytes()).hexdigest()
+    writes.close()
+
+
+async def test_an_answer_does_not_wait_for_the_write_behind_it(
+    writes: Writes, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept back at first, it is told from within the next copy; that one's is not lost by it."""
+    await opened(writes, remote)
+    are_queued, is_first_answered = threading.Event(), threading.Event()
+    original = LocalSender._copy
+    monkeypatch.setattr(local, "TELL_SECONDS", math.inf)
+
+    def copy(sender: LocalSender, instance: Instance, request: WriteRequest) -> None:
+        assert are_queued.wait(HANG_SECONDS)
+        if request is requests[1]:
+            monkeypatch.setattr(local, "TELL_SECONDS", 0.0)
+        original(sender, instance, request)
+        if request is requests[1]:
+            assert is_first_answered.wait(HANG_SECONDS)
+
+    monkeypatch.setattr(LocalSender, "_copy", copy)
+    pieces = ByteRange(0, SIZE, SIZE), ByteRange(SIZE, 0, SIZE)
+    requests = [WriteRequest(RoomId(DECODE, 1), 1, 0, pieces) for _ in range(2)]
+    outcomes: list[WriteOutcome] = []
+
+    def settled(outcome: WriteOutcome, detail: str) -> None:
+        outcomes.append(outcome)
+        is_first_answered.set()
+
+    for request in requests:
+        writes.sender.write(request, settled)
+    are_queued.set()
+    await until(lambda: len(outcomes) == 2, "both answers")
+    assert outcomes == [WriteOutcome.COMPLETED] * 2
     writes.close()
 
 
