@@ -6,25 +6,44 @@ another process that takes its tokens. Milliseconds per step, of the worker's ev
     between    from the end of a step to the start of the next: the device has nothing to do
     step       CPU time of everything, the next loop turn included: what a step cannot be
                faster than, and what runs beside a forward that takes longer
+
+With `--cluster-key FILE` it takes every row without and with the key in turn, and the CPU time of
+all threads of the worker and of the gateway: the difference is what CURVE costs per step, which is
+one message with a token of each sequence.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 from bars import Document
 from documents import Output, add_flags, finish
-from rows import Figures, Row, Take, flat, print_rows, repeat, unclean
+from rows import (
+    Attempt,
+    Figures,
+    Row,
+    Take,
+    attempt_once,
+    flat,
+    print_rows,
+    repeat,
+    settle,
+    unclean,
+)
 from stand_in import LAYOUT, StandIn
 
-from pdrt.config import SchedulerConfig, WorkerConfig
+from pdrt.config import SchedulerConfig, SecurityConfig, WorkerConfig
 from pdrt.decode.worker import DecodeWorker
 from pdrt.ids import Incarnation, RequestId, RoomId, new_incarnation
 from pdrt.model.identity import ModelIdentity
@@ -32,6 +51,7 @@ from pdrt.protocol.codec import encode
 from pdrt.protocol.gateway_messages import Register, Registered, Submit
 from pdrt.sampling import Sampling
 from pdrt.transfer.channel import RouterChannel
+from pdrt.transfer.cluster_key import read_key
 from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.worker_loop import ExitCode
 
@@ -40,12 +60,29 @@ CONTEXT_TOKENS = 256
 FRAME_BYTES = 1 << 24
 
 
+class Peer(msgspec.Struct, frozen=True):
+    """The gateway's process."""
+
+    address: str
+    incarnation: Incarnation
+    pid: int
+    security: SecurityConfig
+
+    def cpu_seconds(self) -> float:
+        """Of all its threads, so far."""
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) * 1e-9
+
+
 class Clock:
     """Times of one measured run."""
 
-    def __init__(self, warm_up: int, steps: int) -> None:
+    def __init__(self, warm_up: int, steps: int, peer: Peer) -> None:
         self.between: list[float] = []
         self.cpu_seconds = 0.0
+        self.worker_seconds = 0.0
+        self.gateway_seconds = 0.0
+        self._peer = peer
         self.is_over = asyncio.Event()
         self._first, self._last = warm_up, warm_up + steps
         self._count = 0
@@ -55,11 +92,16 @@ class Clock:
         if self._first < self._count <= self._last:
             self.between.append(time.perf_counter() - self._ended_at)
         if self._count == self._first:
-            self.cpu_seconds = -time.thread_time()
+            self._add(-1)
         if self._count == self._last:
-            self.cpu_seconds += time.thread_time()
+            self._add(1)
             self.is_over.set()
         self._count += 1
+
+    def _add(self, sign: int) -> None:
+        self.cpu_seconds += sign * time.thread_time()
+        self.worker_seconds += sign * time.process_time()
+        self.gateway_seconds += sign * self._peer.cpu_seconds()
 
     def ended(self) -> None:
         self._ended_at = time.perf_counter()
@@ -81,7 +123,7 @@ def instant_executor(pages: int, clock: Clock) -> StandIn:
     return executor
 
 
-async def gateway() -> None:
+async def gateway(security: SecurityConfig) -> None:
     """Answers every `Register`, and takes what else comes. Runs until its stdin ends."""
     incarnation = new_incarnation()
     reader: FrameReader[Any] = FrameReader(Register, FRAME_BYTES, "worker")
@@ -94,7 +136,7 @@ async def gateway() -> None:
         answer = Registered(incarnation, register.worker, register.seq)
         channel.send(peer, encode(answer))
 
-    channel = RouterChannel("127.0.0.1", 0, on_frame, FRAME_BYTES)
+    channel = RouterChannel("127.0.0.1", 0, on_frame, FRAME_BYTES, read_key(security))
     print(channel.port, incarnation, flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
@@ -119,17 +161,18 @@ def join(worker: DecodeWorker, gateway: Incarnation, serial: int) -> None:
     worker.scheduler.ready(request, pages.all, CONTEXT_TOKENS, now)
 
 
-async def measure(batch: int, steps: int, address: str, peer: Incarnation) -> Figures:
-    clock = Clock(warm_up=steps // 4, steps=steps)
+async def measure(batch: int, steps: int, peer: Peer) -> Figures:
+    clock = Clock(warm_up=steps // 4, steps=steps, peer=peer)
     each = LAYOUT.pages_for(CONTEXT_TOKENS + 2 * steps)
     executor = instant_executor(batch * each, clock)
     limits = SchedulerConfig(max_num_seqs=batch, stream_tokens_max=1 << 30)
-    worker = DecodeWorker(WorkerConfig(gateway=(address,), scheduler=limits), executor)  # type: ignore[arg-type]
+    config = WorkerConfig(gateway=(peer.address,), scheduler=limits, security=peer.security)
+    worker = DecodeWorker(config, executor)  # type: ignore[arg-type]
     running = asyncio.create_task(worker.run())
     while worker.links.gateways()[0]["gateway"] is None:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     for serial in range(1, batch + 1):
-        join(worker, peer, serial)
+        join(worker, peer.incarnation, serial)
     worker.steps.wake()
     await clock.is_over.wait()
     worker.loop.end(ExitCode.STOPPED, "measured")
@@ -139,36 +182,65 @@ async def measure(batch: int, steps: int, address: str, peer: Incarnation) -> Fi
         "between_ms": statistics.median(clock.between) * 1e3,
         "between_p99_ms": statistics.quantiles(clock.between, n=100)[98] * 1e3,
         "step_ms": clock.cpu_seconds / steps * 1e3,
+        "worker_ms": clock.worker_seconds / steps * 1e3,
+        "gateway_ms": clock.gateway_seconds / steps * 1e3,
     }
 
 
-async def measure_all(options: argparse.Namespace, address: str, peer: Incarnation) -> list[Row]:
-    def take(batch: int) -> Take:
-        return lambda _: measure(batch, options.steps, address, peer)
+def taker(batch: int, steps: int, peer: Peer) -> Take:
+    return lambda _: measure(batch, steps, peer)
 
-    return [await repeat(f"batch_{batch}", take(batch), (), options.repeats) for batch in BATCHES]
+
+async def measure_all(options: argparse.Namespace, peer: Peer) -> list[Row]:
+    return [
+        await repeat(f"batch_{batch}", taker(batch, options.steps, peer), (), options.repeats)
+        for batch in BATCHES
+    ]
+
+
+async def measure_key(options: argparse.Namespace, bare: Peer, keyed: Peer) -> list[Row]:
+    """In turn: both see the same machine."""
+    attempts: dict[str, list[Attempt]] = {}
+    for batch in BATCHES:
+        for number in range(options.repeats):
+            for name, peer in ((f"batch_{batch}", bare), (f"batch_{batch}_with_key", keyed)):
+                take = taker(batch, options.steps, peer)
+                attempt = await attempt_once(name, take, (), number)
+                attempts.setdefault(name, []).extend([attempt] if attempt else [])
+    return [settle(name, taken, options.repeats) for name, taken in attempts.items()]
+
+
+@contextlib.contextmanager
+def gateway_process(cluster_key: str | None) -> Iterator[Peer]:
+    command = [sys.executable, __file__, "--gateway"]
+    if cluster_key is not None:
+        command += ["--cluster-key", cluster_key]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        port, incarnation = process.stdout.readline().split()
+        security = SecurityConfig(cluster_key=cluster_key)
+        yield Peer(f"127.0.0.1:{port}", Incarnation(int(incarnation)), process.pid, security)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000, help="measured steps per batch size")
     parser.add_argument("--repeats", type=int, default=3, help="medians of so many clean runs")
+    parser.add_argument("--cluster-key", metavar="FILE", help="what CURVE with this key costs")
     parser.add_argument("--gateway", action="store_true", help=argparse.SUPPRESS)
     add_flags(parser)
     options = parser.parse_args()
+    key = options.cluster_key
     if options.gateway:
-        uvloop.run(gateway())
+        uvloop.run(gateway(SecurityConfig(cluster_key=key)))
         return 0
-    with subprocess.Popen(
-        [sys.executable, __file__, "--gateway"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as peer:
-        assert peer.stdout is not None
-        port, incarnation = peer.stdout.readline().split()
-        address, name = f"127.0.0.1:{port}", Incarnation(int(incarnation))
-        rows = uvloop.run(measure_all(options, address, name))
+    with gateway_process(None) as peer:
+        if key is None:
+            rows = uvloop.run(measure_all(options, peer))
+        else:
+            with gateway_process(key) as keyed:
+                rows = uvloop.run(measure_key(options, peer, keyed))
     print_rows(rows)
     document = Document("control", flat(rows), unclean(rows))
     return finish(document, {"rows": rows}, Output(options.json, options.check))

@@ -20,17 +20,17 @@ class _Asked(msgspec.Struct):
 
 
 class Drains:
-    """`Drain` is resent until its worker registers as draining or is lost."""
+    """`Drain` is resent until its worker registers as draining; one that is lost may come back."""
 
     def __init__(self, gateway: Incarnation, registry: Registry) -> None:
         self._gateway = gateway
         self._registry = registry
         self._asked: dict[Incarnation, _Asked] = {}
-        """LIVE workers, so no more than the registry knows."""
+        """LIVE and LOST workers, so no more than the registry knows."""
 
     def ask(self, worker: Incarnation, now: float) -> list[Drain]:
         """What to send now. Idempotent: nothing for a worker that is leaving or lost already."""
-        if not self._is_live(worker):
+        if self._state(worker) is not WorkerState.LIVE:
             return []
         self._asked[worker] = _Asked(now + ASK_SECONDS_MAX, now + RESEND_SECONDS)
         return [Drain(worker, self._gateway)]
@@ -39,13 +39,14 @@ class Drains:
         """What to send again."""
         sends: list[Drain] = []
         for worker, asked in list(self._asked.items()):
-            if not self._is_live(worker) or now >= asked.until:
+            state = self._state(worker)
+            if state in (None, WorkerState.DRAINING) or now >= asked.until:
                 del self._asked[worker]
-            elif now >= asked.resend_at:
+            elif state is WorkerState.LIVE and now >= asked.resend_at:
                 asked.resend_at = now + RESEND_SECONDS
                 sends.append(Drain(worker, self._gateway))
         return sends
 
-    def _is_live(self, worker: Incarnation) -> bool:
+    def _state(self, worker: Incarnation) -> WorkerState | None:
         known = self._registry.workers.get(worker)
-        return known is not None and known.state is WorkerState.LIVE
+        return None if known is None else known.state

@@ -20,8 +20,8 @@ from pdrt.gateway.effects import (
     Submission,
 )
 from pdrt.gateway.inspection import Inspector
-from pdrt.gateway.readiness import mismatches, readiness
-from pdrt.gateway.registry import Registry, WorkerState
+from pdrt.gateway.readiness import LOST_WORDS, mismatches, readiness
+from pdrt.gateway.registry import Registry, WorkerEvent, WorkerState
 from pdrt.gateway.requests import Requests
 from pdrt.gateway.router import Router
 from pdrt.gateway.stream import Outputs, OutputStream
@@ -67,6 +67,8 @@ class Hub:
         self.metrics = Metrics("gateway", short(incarnation))
         self.tracer = Tracer(config.observe.otlp_endpoint, "gateway", short(incarnation))
         self.clock = clock
+        self.read_all: Callable[[], None] = lambda: None
+        """Dispatch every frame that has arrived."""
         self.is_draining = False
         """Set once: no new requests."""
         self._send_frame = send
@@ -118,7 +120,7 @@ class Hub:
             case Finished():
                 self._apply(self.requests.on_finished(message, now))
             case Gone():
-                self._lose(message.worker, "it has left", logging.INFO)
+                self._lose(message.worker, WorkerEvent.LEFT, logging.INFO)
             case Report(serial=serial) if serial != PROBE_SERIAL:
                 if not self._inspector.on_report(message):
                     self.metrics.count_stale_message("report_unasked")
@@ -148,7 +150,7 @@ class Hub:
         now = self.clock()
         self.metrics.observe_tick(now, TICK_SECONDS)
         for worker in self.registry.on_tick(now):
-            self._on_lost(worker, "silent too long", logging.WARNING, now)
+            self._on_lost(worker, LOST_WORDS[WorkerEvent.SILENT], logging.WARNING, now)
         for news in self.registry.news():
             self._send(news)
         self._look_for_the_cut_off()
@@ -158,7 +160,7 @@ class Hub:
         self._apply(self.requests.on_tick(now))
 
     def _on_lost(self, worker: Incarnation, why: str, level: int, now: float) -> None:
-        log.log(level, "%s is lost: %s", self.registry.workers[worker].name, why)
+        log.log(level, "%s is lost: it %s", self.registry.workers[worker].name, why)
         self.router.forget(worker)
         self._apply(self.requests.on_worker_lost(worker, now))
 
@@ -189,12 +191,13 @@ class Hub:
     def _probe(self, probes: Iterable[Inspect]) -> None:
         for probe in probes:
             if not self._send(probe):
-                self._lose(probe.worker, "it died, says who started it", logging.WARNING)
+                self.read_all()  # what it said while it lived must not bring it back
+                self._lose(probe.worker, WorkerEvent.DIED, logging.WARNING)
 
-    def _lose(self, worker: Incarnation, why: str, level: int) -> None:
+    def _lose(self, worker: Incarnation, event: WorkerEvent, level: int) -> None:
         now = self.clock()
-        if self.registry.on_gone(worker, now):
-            self._on_lost(worker, why, level, now)
+        if self.registry.on_gone(worker, event, now):
+            self._on_lost(worker, LOST_WORDS[event], level, now)
 
     # From clients
 

@@ -16,6 +16,7 @@ DEGRADED = "degraded"
 """How the first reason begins when requests are served, but not by a full pair."""
 LOST_WORDS = {
     WorkerEvent.SILENT: "is silent: it hangs, is stopped, or cannot be reached",
+    WorkerEvent.DIED: "has died, says who started it",
     WorkerEvent.LEFT: "has left",
 }
 

@@ -28,13 +28,16 @@ class WorkerState(Enum):
     DRAINING = "draining"
     """Finishes what it has, takes nothing new."""
     LOST = "lost"
-    """Silent past the bound, or it said that it ends. It returns if it registers again."""
+    """Silent past the bound, dead, or it said that it ends. It returns if it registers again; but
+    not after its last word, for what is read then was said before."""
 
 
 class WorkerEvent(Enum):
     REGISTERED = "registered"
     REGISTERED_DRAINING = "registered draining"
     SILENT = "silent"
+    DIED = "died"
+    """Somebody saw it, and its socket is closed."""
     LEFT = "left"
     """Its last word."""
 
@@ -43,13 +46,16 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
     (WorkerState.LIVE, WorkerEvent.REGISTERED): WorkerState.LIVE,
     (WorkerState.LIVE, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
     (WorkerState.LIVE, WorkerEvent.SILENT): WorkerState.LOST,
+    (WorkerState.LIVE, WorkerEvent.DIED): WorkerState.LOST,
     (WorkerState.LIVE, WorkerEvent.LEFT): WorkerState.LOST,
     (WorkerState.DRAINING, WorkerEvent.REGISTERED): WorkerState.LIVE,
     (WorkerState.DRAINING, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
     (WorkerState.DRAINING, WorkerEvent.SILENT): WorkerState.LOST,
+    (WorkerState.DRAINING, WorkerEvent.DIED): WorkerState.LOST,
     (WorkerState.DRAINING, WorkerEvent.LEFT): WorkerState.LOST,
     (WorkerState.LOST, WorkerEvent.REGISTERED): WorkerState.LIVE,
     (WorkerState.LOST, WorkerEvent.REGISTERED_DRAINING): WorkerState.DRAINING,
+    (WorkerState.LOST, WorkerEvent.LEFT): WorkerState.LOST,
 }
 
 
@@ -119,6 +125,9 @@ class Registry:
         if known is not None and message.seq <= known.register.seq:
             self.stale["old_seq"] += 1
             return None
+        if known is not None and known.lost_by is WorkerEvent.LEFT:
+            self.stale["left"] += 1
+            return None
         if refusal := self._refusal(message):
             return Registered(self._gateway, message.worker, message.seq, refusal=refusal)
         stood = None if known is None else _standing(known)
@@ -179,13 +188,15 @@ class Registry:
         if known := self.workers.get(worker):
             known.is_reachable, self._decodes = False, None
 
-    def on_gone(self, worker: Incarnation, now: float) -> bool:
-        """Its last word: whether it is lost by this."""
+    def on_gone(self, worker: Incarnation, event: WorkerEvent, now: float) -> bool:
+        """It has DIED or LEFT: whether it is lost by this."""
         known = self.workers.get(worker)
         if known is None or known.state is WorkerState.LOST:
+            if known is not None and event is WorkerEvent.LEFT:
+                self._move(known, event, now)
             self.stale["gone_unknown"] += 1
             return False
-        self._move(known, WorkerEvent.LEFT, now)
+        self._move(known, event, now)
         self._clock.forget(worker)
         self._forget_prefills()
         return True

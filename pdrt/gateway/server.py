@@ -109,6 +109,7 @@ async def serve(
         listener.close()
         raise ConfigError(f"{taken}; choose another --worker-port") from taken
     hub = Hub(config, digests, incarnation, channel.send)
+    hub.read_all = channel.drain
     channel.on_refused = lambda failure: hub.metrics.count_refused_peer(failure.value)
     channel.on_disconnected = hub.on_disconnected
     server = HttpServer(

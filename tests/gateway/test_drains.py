@@ -7,7 +7,7 @@ import pytest
 from pdrt.config import ProtocolConfig
 from pdrt.gateway.doubts import DOUBT_SECONDS, PROBE_SERIAL, Doubts
 from pdrt.gateway.drains import ASK_SECONDS_MAX, RESEND_SECONDS, Drains
-from pdrt.gateway.registry import Registry
+from pdrt.gateway.registry import Registry, WorkerEvent
 from pdrt.ids import Incarnation
 from pdrt.protocol.gateway_messages import Drain, FinishReason, Gone, Inspect, Role
 from tests.gateway.conftest import Deployment, eventually
@@ -43,9 +43,18 @@ def test_a_lost_or_unknown_worker_is_asked_nothing(registry: Registry) -> None:
     drains = Drains(GATEWAY, registry)
     assert drains.ask(Incarnation(77), 0.0) == []
     drains.ask(WORKER, 0.0)
-    registry.on_gone(WORKER, 0.5)
+    registry.on_gone(WORKER, WorkerEvent.LEFT, 0.5)
     assert drains.on_tick(RESEND_SECONDS) == []
     assert drains.ask(WORKER, 2.0) == []
+
+
+def test_one_that_was_silent_is_asked_again_when_it_comes_back(registry: Registry) -> None:
+    drains = Drains(GATEWAY, registry)
+    drains.ask(WORKER, 0.0)
+    registry.on_gone(WORKER, WorkerEvent.DIED, 0.5)
+    assert drains.on_tick(RESEND_SECONDS) == []
+    registry.on_register(decode(WORKER, seq=2), 1.5)
+    assert drains.on_tick(2.0) == ASKED
 
 
 def test_who_never_obeys_is_given_up(registry: Registry) -> None:
@@ -164,7 +173,7 @@ def test_a_doubt_ends_with_the_worker_or_with_time(registry: Registry) -> None:
     assert doubts.ask(WORKER, 1.5) == [probe]  # it does not last longer for being asked again
     assert doubts.on_tick(DOUBT_SECONDS) == []
     assert doubts.ask(WORKER, 3.0) == [probe]
-    registry.on_gone(WORKER, 3.5)
+    registry.on_gone(WORKER, WorkerEvent.LEFT, 3.5)
     assert doubts.on_tick(4.0) == []
     assert doubts.ask(WORKER, 4.0) == []
     assert doubts.ask(Incarnation(77), 4.0) == []

@@ -70,7 +70,7 @@ def test_decode_workers_are_told_at_once_of_prefill_workers_that_come_and_go(
     registry.on_register(prefill(1, seq=2), 0.2)
     registry.on_register(decode(9, seq=5), 0.2)
     assert registry.news() == [], "heartbeats are no news"
-    registry.on_gone(Incarnation(1), 0.3)
+    registry.on_gone(Incarnation(1), WorkerEvent.LEFT, 0.3)
     (news,) = registry.news()
     assert (news.worker, news.seq, news.prefill_endpoints) == (9, 5, ())
     assert registry.news() == []
@@ -79,7 +79,7 @@ def test_decode_workers_are_told_at_once_of_prefill_workers_that_come_and_go(
 def test_lost_and_refused_workers_are_told_nothing(registry: Registry) -> None:
     registry.on_register(decode(9), 0.0)
     registry.on_register(decode(8), 0.0)
-    registry.on_gone(Incarnation(9), 0.1)
+    registry.on_gone(Incarnation(9), WorkerEvent.LEFT, 0.1)
     registry.on_register(prefill(1), 0.1)
     assert [news.worker for news in registry.news()] == [8]
 
@@ -121,16 +121,45 @@ def test_whoever_was_asleep_accuses_nobody(registry: Registry) -> None:
 def test_who_says_that_it_ends_is_lost_at_once(registry: Registry) -> None:
     registry.on_register(prefill(1), 0.0)
     registry.on_register(decode(9, pairs=(1,)), 0.0)
-    assert registry.on_gone(Incarnation(1), 0.1)
+    assert registry.on_gone(Incarnation(1), WorkerEvent.LEFT, 0.1)
     assert registry.workers[Incarnation(1)].state is WorkerState.LOST
     left = "prefill 0000000000000001 has left"
     assert readiness(registry) == (False, ["no prefill worker", left])
     reply = registry.on_register(decode(9, seq=2), 0.2)
     assert reply is not None and reply.prefill_endpoints == ()
-    assert not registry.on_gone(Incarnation(1), 0.3)
-    assert not registry.on_gone(Incarnation(77), 0.3)
+    assert not registry.on_gone(Incarnation(1), WorkerEvent.LEFT, 0.3)
+    assert not registry.on_gone(Incarnation(77), WorkerEvent.LEFT, 0.3)
     assert registry.stale == {"gone_unknown": 2}
     assert tick_until(registry, 0.3, 4.0) == []
+
+
+def test_what_is_read_after_the_last_word_was_said_before_it(registry: Registry) -> None:
+    registry.on_register(decode(9), 0.0)
+    registry.on_gone(Incarnation(9), WorkerEvent.LEFT, 0.1)
+    assert registry.on_register(decode(9, seq=2), 0.2) is None
+    assert registry.workers[Incarnation(9)].state is WorkerState.LOST
+    assert registry.stale == {"left": 1}
+
+
+@pytest.mark.parametrize("by", [WorkerEvent.DIED, WorkerEvent.SILENT])
+def test_who_was_lost_before_its_last_word_does_not_come_back_after_it(
+    registry: Registry, by: WorkerEvent
+) -> None:
+    registry.on_register(decode(9), 0.0)
+    if by is WorkerEvent.DIED:
+        assert registry.on_gone(Incarnation(9), by, 0.1)
+    else:
+        assert tick_until(registry, 0.0, 6.0) == [9]
+    assert not registry.on_gone(Incarnation(9), WorkerEvent.LEFT, 6.0)
+    assert registry.on_register(decode(9, seq=2), 6.1) is None
+    registry.check_invariants()
+
+
+def test_one_that_was_only_said_to_be_dead_comes_back(registry: Registry) -> None:
+    registry.on_register(decode(9), 0.0)
+    registry.on_gone(Incarnation(9), WorkerEvent.DIED, 0.1)
+    assert registry.on_register(decode(9, seq=2), 0.2) is not None
+    assert registry.workers[Incarnation(9)].state is WorkerState.LIVE
 
 
 def test_a_pair_that_is_lost_is_told_from_one_that_is_not_yet_made(registry: Registry) -> None:
@@ -159,7 +188,7 @@ def test_clients_are_told_to_wait_about_as_long_as_nobody_could_serve(registry: 
     registry.on_register(prefill(1), 1000.0)
     registry.on_register(decode(9, pairs=(1,)), 1000.0)
     assert after(1000.1) == 1
-    registry.on_gone(Incarnation(9), 1000.2)
+    registry.on_gone(Incarnation(9), WorkerEvent.LEFT, 1000.2)
     assert (after(1000.3), after(1004.3)) == (1, 4)
 
 
@@ -284,7 +313,7 @@ def test_a_heartbeat_without_news_leaves_the_pairs_as_they_are(registry: Registr
         assert registry.prefills_for(worker) == {}
     registry.on_register(prefill(1, seq=4), 2.0)
     assert list(registry.prefills_for(worker)) == [endpoint(1)]
-    registry.on_gone(prefill(1).worker, 2.0)
+    registry.on_gone(prefill(1).worker, WorkerEvent.DIED, 2.0)
     assert registry.prefills_for(worker) == {}
     registry.on_register(prefill(1, seq=5), 2.0)
     assert list(registry.prefills_for(worker)) == [endpoint(1)]
@@ -294,7 +323,7 @@ def test_the_latest_losses_are_named_when_nobody_of_a_role_is_left(registry: Reg
     registry.on_register(decode(9), 0.0)
     for worker in (1, 2):
         registry.on_register(prefill(worker), 0.0)
-        registry.on_gone(Incarnation(worker), float(worker))
+        registry.on_gone(Incarnation(worker), WorkerEvent.LEFT, float(worker))
     assert readiness(registry)[1] == [
         "no prefill worker",
         "prefill 0000000000000002 has left",
@@ -341,7 +370,7 @@ def test_who_can_serve_is_found_again_when_pairs_change_and_only_then(registry: 
     registry.on_register(prefill(1, seq=3, healthy=False), 0.3)
     assert registry.decodes() == []
     registry.on_register(prefill(1, seq=4), 0.4)
-    registry.on_gone(Incarnation(9), 0.4)
+    registry.on_gone(Incarnation(9), WorkerEvent.LEFT, 0.4)
     assert registry.decodes() == []
 
 
@@ -360,7 +389,7 @@ def test_one_that_computes_prompts_itself_serves_without_prefill_workers(
     registry.on_register(prefill(1), 0.0)
     registry.on_register(decode(9, seq=2, pairs=(1,), local_prefill=True), 0.0)
     assert readiness(registry) == (True, [])
-    registry.on_gone(Incarnation(1), 0.5)
+    registry.on_gone(Incarnation(1), WorkerEvent.LEFT, 0.5)
     assert readiness(registry)[0], "its last prefill worker is gone"
     registry.on_register(decode(9, seq=3, local_prefill=True, healthy=False), 1.0)
     assert not readiness(registry)[0], "not healthy: nobody"
@@ -370,7 +399,7 @@ def test_without_it_the_last_prefill_workers_end_is_the_end_of_service(registry:
     registry.on_register(prefill(1), 0.0)
     registry.on_register(decode(9, pairs=(1,)), 0.0)
     assert readiness(registry) == (True, [])
-    registry.on_gone(Incarnation(1), 0.5)
+    registry.on_gone(Incarnation(1), WorkerEvent.LEFT, 0.5)
     is_ready, reasons = readiness(registry)
     assert not is_ready
     assert "no prefill worker" in reasons

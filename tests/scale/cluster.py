@@ -65,6 +65,7 @@ class Cluster:
         self.hub = Hub(
             GatewayConfig(protocol=protocol), (DIGEST,), new_incarnation(), self._channel.send
         )
+        self.hub.read_all = self._channel.drain
         self.hosts: list[Host] = []
         self.leaving: list[Host] = []
         self.expected: set[Incarnation] = set()
@@ -108,10 +109,13 @@ class Cluster:
         try:
             await self.until(is_settled, "all pairs")
         except AssertionError as error:
-            known = {worker.incarnation for worker in self.hub.registry.live()}
+            live = {worker.incarnation: worker.state for worker in self.hub.registry.live()}
+            reports = await self.hub.inspect(True, REPORT_SECONDS_MAX)
+            too_many = live.keys() - self.expected
             raise AssertionError(
-                f"{error}; missing {_names(self.expected - known)}, too many "
-                f"{_names(known - self.expected)}, not paired {self.unpaired()}"
+                f"{error}; missing {_names(self.expected - live.keys())}, too many "
+                f"{[(short(each), live[each], reports.get(each)) for each in too_many]}, "
+                f"not paired {self.unpaired()}"
             ) from error
 
     def unpaired(self) -> dict[str, list[str | None]]:

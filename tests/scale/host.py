@@ -9,7 +9,6 @@ import asyncio
 import gc
 import logging
 import os
-import sys
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -19,7 +18,7 @@ from pdrt.config import ProtocolConfig, SchedulerConfig, WorkerConfig
 from pdrt.decode.worker import DecodeWorker
 from pdrt.prefill.worker import PrefillWorker
 from pdrt.protocol.gateway_messages import Role
-from pdrt.transfer.worker_loop import ExitCode
+from pdrt.transfer.worker_loop import ExitCode, exit_now
 from tests.scale.executor import TimedExecutor
 
 
@@ -41,7 +40,7 @@ def main(connection: Connection, crew: Crew) -> None:
     logging.getLogger("pdrt").setLevel(logging.ERROR)  # rooms that fail are what is tested
     gc.freeze()
     uvloop.run(_serve(connection, crew))
-    sys.exit(ExitCode.STOPPED.value)
+    exit_now(ExitCode.STOPPED)
 
 
 async def _serve(connection: Connection, crew: Crew) -> None:
