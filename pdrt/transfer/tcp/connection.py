@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pdrt.errors import EngineError
@@ -109,11 +109,19 @@ class Connection:
         self.socket = connection
         limit(connection, self._write_seconds_max)
         stage = make_stage(self._pool)
-        while batch := self._outbox.take(IDLE_SECONDS):
-            results = self._carry(connection, stage, batch)
-            self._told(results)
-            if results[-1][1] is WriteOutcome.UNSETTLED:
+        # A batch is sent before the answers to the one before it are waited for, so that the
+        # receiver always has something to read.
+        unanswered: list[Piece] = []
+        while True:
+            batch = self._outbox.take(0.0 if unanswered else IDLE_SECONDS)
+            if not batch and not unanswered:
                 return
+            results = self._carry(connection, stage, batch, unanswered)
+            if results:
+                self._told(results)
+                if results[-1][1] is WriteOutcome.UNSETTLED:
+                    return
+            unanswered = batch
 
     def hang_up(self) -> None:
         """From another thread: whatever it waits for fails."""
@@ -124,9 +132,15 @@ class Connection:
         except OSError:
             return  # it has ended by itself
 
-    def _carry(self, connection: socket.socket, stage: Stage, batch: list[Piece]) -> list[Result]:
-        """Send a batch and wait for its answers. What has no answer when the connection breaks is
-        unsettled: it may have been taken, or still be on the way."""
+    def _carry(
+        self,
+        connection: socket.socket,
+        stage: Stage,
+        batch: list[Piece],
+        unanswered: list[Piece],
+    ) -> list[Result]:
+        """Send a batch, and wait for the answers to what was sent before. When the connection
+        breaks, what has no answer is unsettled: it may have been taken, or still be on the way."""
         results: list[Result] = []
         try:
             for piece in batch:
@@ -134,19 +148,27 @@ class Connection:
                 head = pack_head(piece.write.room, table, is_last=piece is batch[-1])
                 sources = [(part.source_offset, part.length) for part in piece.ranges]
                 send_all(connection, [head, *stage.give(sources)])
-            answers = receive_exactly(connection, len(batch) * ANSWER_BYTES)
-            for number, piece in enumerate(batch):
-                answer = answers[number * ANSWER_BYTES : (number + 1) * ANSWER_BYTES]
-                results.append(_result(piece, unpack_answer(answer)))
+            for piece, verdict in zip(unanswered, _answers(connection, unanswered), strict=True):
+                results.append(_result(piece, verdict))
         except (OSError, Malformed) as error:
             why = self._words(error)
-            results += [(p, WriteOutcome.UNSETTLED, why) for p in batch[len(results) :]]
+            left = unanswered[len(results) :] + batch
+            results += [(piece, WriteOutcome.UNSETTLED, why) for piece in left]
         return results
 
     def _words(self, error: Exception) -> str:
         if isinstance(error, BlockingIOError):
             return f"no progress for {self._write_seconds_max:.0f} s"
         return f"the connection broke: {error}"
+
+
+def _answers(connection: socket.socket, pieces: Sequence[Piece]) -> list[Verdict]:
+    """Raises OSError, Malformed."""
+    data = receive_exactly(connection, len(pieces) * ANSWER_BYTES)
+    return [
+        unpack_answer(data[start : start + ANSWER_BYTES])
+        for start in range(0, len(data), ANSWER_BYTES)
+    ]
 
 
 def _result(piece: Piece, verdict: Verdict) -> Result:

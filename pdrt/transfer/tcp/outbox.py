@@ -10,8 +10,8 @@ from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import ByteRange, OnSettled
 from pdrt.transfer.tcp.wire import PIECE_BYTES_MAX, PIECE_RANGES_MAX
 
-BATCH_BYTES_MAX = 4 << 20
-"""What one connection sends before it waits for the answers: the window."""
+BATCH_BYTES_MAX = 8 << 20
+"""What one connection sends before it asks for answers, and once more while it waits for them."""
 BATCH_PIECES_MAX = 64
 
 _SEVERITY = (WriteOutcome.COMPLETED, WriteOutcome.FAILED, WriteOutcome.UNSETTLED)

@@ -58,7 +58,7 @@ def receive_all(connection: socket.socket, buffers: Sequence[memoryview]) -> Non
         ConnectionError: the peer has hung up before.
         OSError: BlockingIOError among them.
     """
-    left = list(buffers)
+    left = [buffer for buffer in buffers if buffer]
     while left:
         received = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
         if not received:

@@ -18,7 +18,7 @@ from pdrt.transfer.writable import Verdict
 MAGIC = b"pdrt-kv1"
 """Names the protocol and its version."""
 TOKEN_BYTES = 16
-PIECE_BYTES_MAX = 1 << 20
+PIECE_BYTES_MAX = 2 << 20
 """Also what a fence may have to wait for: one piece of each connection."""
 PIECE_RANGES_MAX = 512
 """Below IOV_MAX, so that a piece is read and sent by one call."""
@@ -71,7 +71,7 @@ class Head(NamedTuple):
     length: int
     """Bytes, of all ranges together."""
     is_last: bool
-    """Nothing follows before its answer, and those before it, have come."""
+    """Its answer, and those before it, are to be sent now."""
 
 
 def pack_greeting(greeting: Greeting) -> bytes:
