@@ -10,7 +10,9 @@ from collections import Counter
 
 import pytest
 
+from pdrt.decode.early_cancels import EARLY_MAX
 from pdrt.decode.worker import DecodeWorker
+from pdrt.ids import RequestId
 from pdrt.prefill.worker import PrefillWorker
 from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
@@ -65,6 +67,11 @@ class Lives:
     def _cancel(self, stream: Stream) -> None:
         self._gateway.cancel(self._decode.incarnation, stream)
 
+    def fill_early_cancels(self) -> None:
+        """Whoever is cancelled after its end is remembered, as far as there is place."""
+        for serial in range(EARLY_MAX):
+            self._decode._early_cancels.note(RequestId(self._gateway.incarnation, -serial, 1))
+
     def sizes(self) -> dict[str, int]:
         """Of everything that rooms and requests are kept in, and of what the process has open."""
         decode, prefill = self._decode, self._prefill
@@ -109,6 +116,7 @@ async def test_requests_that_end_in_every_way(batches: int) -> None:
     decode = deployment.add_decode(TimedExecutor(PAGES, 0.0), config)  # type: ignore[arg-type]
     await deployment.paired()
     lives = Lives(deployment.gateway, decode, prefill)
+    lives.fill_early_cancels()
     for each in range(10):  # both prefix caches are full from then on
         await lives.batch(each * AT_ONCE)
     await deployment.quiet()
