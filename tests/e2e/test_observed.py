@@ -125,7 +125,7 @@ def test_metrics_of_a_real_deployment_are_those_documented(observed: Observed) -
     stems = {s.removesuffix(x) for s in stems for x in ("_bucket", "_sum", "_count", "")} & names
     seldom = {"pdrt_fences", "pdrt_rejected_frames", "pdrt_drain_seconds", "pdrt_stale_messages",
               "pdrt_recomputed_prompt_tokens", "pdrt_quarantined_leases", "pdrt_room_ends",
-              "pdrt_refused_peers", "pdrt_kv_checksum_pages",
+              "pdrt_refused_peers", "pdrt_refused_writes", "pdrt_kv_checksum_pages",
               "pdrt_local_prefill_requests"}  # fmt: skip
     assert names - stems <= seldom
     metric = observed.deployment.metric

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import Counter
 
+import msgspec
 import pytest
 
 from pdrt.decode.early_cancels import EARLY_MAX
@@ -70,7 +71,8 @@ class Lives:
     def fill_early_cancels(self) -> None:
         """Whoever is cancelled after its end is remembered, as far as there is place."""
         for serial in range(EARLY_MAX):
-            self._decode._early_cancels.note(RequestId(self._gateway.incarnation, -serial, 1))
+            named = msgspec.msgpack.encode(RequestId(self._gateway.incarnation, -serial, 1))
+            self._decode._early_cancels.note(msgspec.msgpack.decode(named, type=RequestId))
 
     def sizes(self) -> dict[str, int]:
         """Of everything that rooms and requests are kept in, and of what the process has open."""
