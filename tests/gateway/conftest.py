@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,18 @@ def deploy(tokenizer: Tokenizer) -> Iterator[Deploy]:
             assert task.cancelled(), "the gateway failed, or hangs"
 
     yield start
+
+
+@contextmanager
+def own_seconds() -> Iterator[Callable[[], float]]:
+    """Processor time of this thread alone so far: not of other tests' threads, nor of the garbage
+    collector, which goes through all that other tests have left."""
+    began = time.thread_time()
+    gc.disable()
+    try:
+        yield lambda: time.thread_time() - began
+    finally:
+        gc.enable()
 
 
 async def _check(deployment: Deployment) -> None:
