@@ -1,9 +1,11 @@
 """Hypothesis without deadlines: no test here asserts how long anything takes. And the product's
-event loop, for tests that are not coroutines themselves."""
+event loop, for tests that are not coroutines themselves. What an exporter of spans says in threads
+that outlive their test is not found in another one's log."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ settings.register_profile(
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+logging.getLogger("opentelemetry").propagate = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
