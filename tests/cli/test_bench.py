@@ -226,7 +226,7 @@ def test_quantiles_were_measured_and_ascend(values: list[float]) -> None:
 
 @pytest.mark.parametrize("named", [("pdrt",), ("nobody", "10"), ("10", "VLLM")], ids=str)
 def test_processor_time_of_others(tmp_path: Path, named: tuple[str, ...]) -> None:
-    def reading(user: int, idle: int, server: int) -> CpuTimes:
+    def reading(user: int, idle: int, server: int, ended: int) -> CpuTimes:
         (tmp_path / "stat").write_text(f"cpu  {user} 0 0 {idle} 0 0 0 0 0 0\n")
         # The server, half of it in a child that is called something else; and somebody else.
         for pid, parent, command, ticks in (
@@ -237,13 +237,15 @@ def test_processor_time_of_others(tmp_path: Path, named: tuple[str, ...]) -> Non
             folder = tmp_path / str(pid)
             folder.mkdir(exist_ok=True)
             (folder / "cmdline").write_text(command)
-            fields = " ".join(["S", str(parent), *["0"] * 9, str(ticks), "0"])
+            of_ended_children = ended if pid == 10 else 0
+            counts = map(str, (ticks, 0, of_ended_children, 0))
+            fields = " ".join(["S", str(parent), *["0"] * 9, *counts])
             (folder / "stat").write_text(f"{pid} (a) b) {fields} 0\n")
         found = cpu_times(named, tmp_path)
         assert found is not None
         return found
 
-    shares = cpu_shares(reading(100, 100, 50), reading(180, 120, 110))
+    shares = cpu_shares(reading(100, 100, 50, 1), reading(180, 120, 106, 5))
     assert shares is not None
     assert shares.busy == pytest.approx(80)
     assert shares.others == pytest.approx(20), "of 80 busy ticks 60 were the server's"

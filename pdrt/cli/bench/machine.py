@@ -19,8 +19,8 @@ class CpuTimes(msgspec.Struct, frozen=True):
 
     busy: int
     total: int
-    ours: dict[int, int]
-    """By process: of this one, of the server's, and of the children of both."""
+    ours: int
+    """Of this process, of the server's, and of the children of both, those that have ended too."""
 
 
 class CpuShares(msgspec.Struct, frozen=True):
@@ -35,6 +35,7 @@ class CpuShares(msgspec.Struct, frozen=True):
 class _Process(msgspec.Struct, frozen=True):
     parent: int
     ticks: int
+    """With those of its children that have ended and were waited for."""
 
 
 def cpu_times(server: Sequence[str], proc: Path = PROC) -> CpuTimes | None:
@@ -49,19 +50,20 @@ def cpu_times(server: Sequence[str], proc: Path = PROC) -> CpuTimes | None:
         if (process := _read(proc / str(pid))) is not None:
             processes[pid] = process
     roots = {pid for pid in processes if pid == os.getpid() or _is_named(proc, pid, server)}
-    ours = {pid: processes[pid].ticks for pid in _with_children(roots, processes)}
+    ours = sum(processes[pid].ticks for pid in _with_children(roots, processes))
     # user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
     return CpuTimes(sum(fields) - fields[3] - fields[4], sum(fields), ours)
 
 
 def cpu_shares(before: CpuTimes | None, after: CpuTimes | None) -> CpuShares | None:
-    """Between two readings. A process that ended in between counts as somebody else's."""
+    """Between two readings. One of the server's own processes that ended in between counts as
+    somebody else's, and what it had used before with it."""
     if before is None or after is None or after.total <= before.total:
         return None
     total = after.total - before.total
     busy = after.busy - before.busy
-    ours = sum(ticks - before.ours.get(pid, 0) for pid, ticks in after.ours.items())
-    return CpuShares(100 * busy / total, max(0.0, 100 * (busy - ours) / total))
+    ours = max(0, after.ours - before.ours)
+    return CpuShares(100 * busy / total, 100 * max(0, busy - ours) / total)
 
 
 def _with_children(roots: set[int], processes: Mapping[int, _Process]) -> set[int]:
@@ -83,8 +85,8 @@ def _is_named(proc: Path, pid: int, server: Sequence[str]) -> bool:
 def _read(process: Path) -> _Process | None:
     try:
         # After the name, which may hold blanks: the parent is the fourth field of all, user and
-        # system time are the 14th and 15th.
+        # system time are the 14th and 15th, and those of its children that ended the next two.
         fields = (process / "stat").read_text().rpartition(")")[2].split()
-        return _Process(int(fields[1]), int(fields[11]) + int(fields[12]))
+        return _Process(int(fields[1]), sum(map(int, fields[11:15])))
     except (OSError, IndexError, ValueError):
         return None
