@@ -26,7 +26,9 @@ from pdrt.protocol.writers import FenceKind
 from pdrt.transfer.engine import OnSettled, WriteRequest
 from pdrt.transfer.local_cuda import CudaMemory
 from pdrt.transfer.local_host import HostMemory
-from pdrt.transfer.local_memory import CopyUnsettledError, Mapping, Memory, descriptor_of
+from pdrt.transfer.local_memory import CopyUnsettledError, LocalDescriptor, Mapping, Memory
+from pdrt.transfer.processes import pid_namespace
+from pdrt.transfer.sending import check_inside, instance_for, route_for, shown_by
 from pdrt.transfer.slow_calls import on_own_thread
 
 NAME = "local"
@@ -129,9 +131,7 @@ class LocalSender:
         mappings: dict[int, Mapping] = {}
         try:
             for segment in segments:
-                if segment.engine != NAME:
-                    raise EngineError(f"decode offers engine {segment.engine!r}, here is {NAME!r}")
-                mappings[segment.rank] = self._memory.map(descriptor_of(segment))
+                mappings[segment.rank] = self._memory.map(_descriptor_of(segment))
         except EngineError:
             for mapping in mappings.values():
                 mapping.close()
@@ -144,17 +144,9 @@ class LocalSender:
         Raises:
             EngineError: not accepted.
         """
-        instance = self._instances.get((request.decode, request.generation))
-        if instance is None or not instance.takes_writes:
-            raise EngineError(f"generation {request.generation} takes no new writes")
-        mapping = instance.mappings.get(request.decode_rank)
-        if mapping is None:
-            raise EngineError(f"decode rank {request.decode_rank} has shown no segment")
-        size = mapping.size_bytes
-        for piece in request.ranges:
-            if not (0 <= piece.target_offset <= size - piece.length):
-                raise EngineError(f"{piece} lies outside of the peer's pool ({size} bytes)")
-            assert 0 <= piece.source_offset <= self._memory.size_bytes - piece.length, piece
+        instance = instance_for(self._instances, request)
+        mapping = route_for(instance.mappings, request)
+        check_inside(request.ranges, self._memory.size_bytes, mapping.size_bytes)
         instance.writes += 1
         instance.idle.clear()
         answer = _OneAnswer(on_settled)
@@ -265,6 +257,17 @@ class LocalSender:
         with self._queue_lock:
             self._queued.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _descriptor_of(segment: Segment) -> LocalDescriptor:
+    """Raises EngineError: it is not ours, or its process is in another PID namespace."""
+    descriptor: LocalDescriptor = shown_by(segment, NAME, LocalDescriptor)
+    if descriptor.process.pid_namespace != pid_namespace():
+        raise EngineError(
+            "prefill and decode are in different PID namespaces: the local engine needs both in "
+            "one (docker: --pid)"
+        )
+    return descriptor
 
 
 def _unmap(mappings: Sequence[Mapping]) -> None:

@@ -9,9 +9,8 @@ from typing import Protocol
 import msgspec
 
 from pdrt.errors import EngineError
-from pdrt.protocol.messages import RankProcess, Segment
+from pdrt.protocol.messages import RankProcess
 from pdrt.transfer.engine import ByteRange
-from pdrt.transfer.processes import pid_namespace
 
 
 class HostDescriptor(msgspec.Struct, frozen=True, tag="host"):
@@ -81,20 +80,6 @@ class Memory(Protocol):
             CopyUnsettledError: what was begun may go on.
             Exception: whatever it failed with; nothing goes on.
         """
-
-
-def descriptor_of(segment: Segment) -> LocalDescriptor:
-    """Raises EngineError: it is malformed, or its process is in another PID namespace."""
-    try:
-        descriptor = msgspec.msgpack.decode(segment.descriptor, type=LocalDescriptor)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"segment of rank {segment.rank} is malformed: {error}") from error
-    if descriptor.process.pid_namespace != pid_namespace():
-        raise EngineError(
-            "prefill and decode are in different PID namespaces: the local engine needs both in "
-            "one (docker: --pid)"
-        )
-    return descriptor
 
 
 def other_kind(theirs: str, ours: str) -> EngineError:

@@ -15,8 +15,8 @@ from pdrt.transfer.mooncake.writes import (
     InstanceWrites,
     Run,
     TransferState,
-    cut,
 )
+from pdrt.transfer.sending import cut
 
 DONE, BAD = TransferState.DONE, TransferState.FAILED
 COMPLETED, FAILED, UNSETTLED = WriteOutcome
@@ -160,7 +160,7 @@ def test_what_is_not_out_has_no_end(trace: Trace) -> None:
 
 def test_long_ranges_are_cut() -> None:
     whole = ByteRange(100, 200, 2 * RUN_BYTES_MAX + 5)
-    assert cut([whole, ByteRange(0, 0, 7)]) == [
+    assert list(cut([whole, ByteRange(0, 0, 7)], RUN_BYTES_MAX)) == [
         ByteRange(100, 200, RUN_BYTES_MAX),
         ByteRange(100 + RUN_BYTES_MAX, 200 + RUN_BYTES_MAX, RUN_BYTES_MAX),
         ByteRange(100 + 2 * RUN_BYTES_MAX, 200 + 2 * RUN_BYTES_MAX, 5),

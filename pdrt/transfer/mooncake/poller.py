@@ -44,11 +44,14 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Flight:
-    """An open instance with its writes. Once it is open, the poller's thread alone touches it."""
+    """An open instance with its writes. Once it is open, the poller's thread alone touches it, but
+    for `targets`, which stay, and `takes_writes`."""
 
     def __init__(self, instance: Instance, targets: dict[int, Target]) -> None:
         self.instance = instance
         self.targets = targets
+        self.takes_writes = True
+        """The loop's: it has not heard that nothing more is submitted."""
         self.writes = InstanceWrites()
         self.moved_at = 0.0
         """When a transfer last ended, or one began while none was out."""

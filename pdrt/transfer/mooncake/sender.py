@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVarTuple
 
-import msgspec
-
 from pdrt.config import MooncakeConfig
 from pdrt.errors import EngineError
 from pdrt.ids import Incarnation
@@ -29,6 +27,7 @@ from pdrt.transfer.mooncake.poller import (
     Target,
 )
 from pdrt.transfer.mooncake.writes import Answer
+from pdrt.transfer.sending import check_inside, instance_for, route_for, shown_by
 from pdrt.transfer.slow_calls import on_own_thread
 
 CONNECT_SECONDS_MAX = 3.0
@@ -57,8 +56,6 @@ class MooncakeSender:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._flights: dict[tuple[Incarnation, int], Flight] = {}
-        # Those that have said that they submit nothing more.
-        self._stopped: set[Flight] = set()
         # Accepted and not answered.
         self._unanswered: dict[int, OnSettled] = {}
         self._numbers = itertools.count()
@@ -98,12 +95,7 @@ class MooncakeSender:
                 raise EngineError(why)
 
     def _descriptor(self, segment: Segment) -> MooncakeDescriptor:
-        if segment.engine != NAME:
-            raise EngineError(f"decode offers engine {segment.engine!r}, here is {NAME!r}")
-        try:
-            descriptor = msgspec.msgpack.decode(segment.descriptor, type=MooncakeDescriptor)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"segment of rank {segment.rank} is malformed: {error}") from error
+        descriptor: MooncakeDescriptor = shown_by(segment, NAME, MooncakeDescriptor)
         ours = self._config.mooncake_protocol
         if descriptor.protocol != ours:
             raise EngineError(
@@ -118,18 +110,9 @@ class MooncakeSender:
         Raises:
             EngineError: not accepted.
         """
-        flight = self._flights.get((request.decode, request.generation))
-        if flight is None or flight in self._stopped:
-            raise EngineError(f"generation {request.generation} takes no new writes")
-        target = flight.targets.get(request.decode_rank)
-        if target is None:
-            raise EngineError(f"decode rank {request.decode_rank} has shown no segment")
-        for piece in request.ranges:
-            if not (0 <= piece.target_offset <= target.size_bytes - piece.length):
-                raise EngineError(
-                    f"{piece} lies outside of the peer's pool ({target.size_bytes} bytes)"
-                )
-            assert 0 <= piece.source_offset <= self._pool.size_bytes - piece.length, piece
+        flight = instance_for(self._flights, request)
+        target = route_for(flight.targets, request)
+        check_inside(request.ranges, self._pool.size_bytes, target.size_bytes)
         number = next(self._numbers)
         self._unanswered[number] = on_settled
         self._poller.post(Accept(flight, number, request.decode_rank, request.ranges))
@@ -142,7 +125,6 @@ class MooncakeSender:
         closed = self._loop.create_future()
         self._poller.post(Finish(flight, lambda: self._on_loop(closed.set_result, None)))
         await closed
-        self._stopped.discard(flight)
 
     def close(self) -> None:
         """At exit: what is out is left to the end of the process, as are the engines. Destroying
@@ -168,8 +150,8 @@ class MooncakeSender:
     # On the loop
 
     def _give(self, flight: Flight, answers: list[Answer], is_stopped: bool) -> None:
-        if is_stopped and flight in self._flights.values():
-            self._stopped.add(flight)
+        if is_stopped:
+            flight.takes_writes = False
         for answer in answers:
             self._unanswered.pop(answer.write)(answer.outcome, answer.detail)
 

@@ -21,6 +21,7 @@ import msgspec
 
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import ByteRange
+from pdrt.transfer.sending import cut
 
 RUN_BYTES_MAX = 2 * 1024 * 1024
 """A transfer costs as much as 100 KB whatever its size; longer ones only delay what is behind."""
@@ -99,7 +100,7 @@ class InstanceWrites:
         assert write not in self._writes, write
         if self.stopped is not None:
             return [Answer(write, WriteOutcome.FAILED, self.stopped)]
-        runs = cut(ranges)
+        runs = list(cut(ranges, RUN_BYTES_MAX))
         assert runs, write
         self._writes[write] = _Write(len(runs))
         queue = self._waiting.setdefault(decode_rank, deque())
@@ -189,16 +190,3 @@ class InstanceWrites:
         for rank, count in self._out_of_rank.items():
             assert count == sum(run.decode_rank == rank for run in self._out.values()), rank
             assert count <= WINDOW, rank
-
-
-def cut(ranges: Sequence[ByteRange]) -> list[ByteRange]:
-    """Pieces of at most `RUN_BYTES_MAX`, in order."""
-    return [
-        ByteRange(
-            whole.source_offset + offset,
-            whole.target_offset + offset,
-            min(RUN_BYTES_MAX, whole.length - offset),
-        )
-        for whole in ranges
-        for offset in range(0, whole.length, RUN_BYTES_MAX)
-    ]

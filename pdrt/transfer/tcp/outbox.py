@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import ByteRange, OnSettled
+from pdrt.transfer.sending import cut
 from pdrt.transfer.tcp.wire import PIECE_BYTES_MAX, PIECE_RANGES_MAX
 
 BATCH_BYTES_MAX = 8 << 20
@@ -58,7 +59,7 @@ def pieces_of(write: Write, ranges: Sequence[ByteRange]) -> list[Piece]:
     pieces: list[Piece] = []
     held: list[ByteRange] = []
     length = 0
-    for part in _parts(ranges):
+    for part in cut(ranges, PIECE_BYTES_MAX):
         if held and (length + part.length > PIECE_BYTES_MAX or len(held) == PIECE_RANGES_MAX):
             pieces.append(Piece(write, held, length))
             held, length = [], 0
@@ -68,19 +69,6 @@ def pieces_of(write: Write, ranges: Sequence[ByteRange]) -> list[Piece]:
         pieces.append(Piece(write, held, length))
     write.pieces_left = len(pieces)
     return pieces
-
-
-def _parts(ranges: Sequence[ByteRange]) -> Iterator[ByteRange]:
-    for whole in ranges:
-        if whole.length <= PIECE_BYTES_MAX:
-            yield whole
-            continue
-        for start in range(0, whole.length, PIECE_BYTES_MAX):
-            yield ByteRange(
-                whole.source_offset + start,
-                whole.target_offset + start,
-                min(PIECE_BYTES_MAX, whole.length - start),
-            )
 
 
 class Outbox:

@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
-
 from pdrt.errors import EngineError
 from pdrt.ids import Incarnation
 from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import OnSettled, WriteRequest
+from pdrt.transfer.sending import instance_for, route_for, shown_by
 from pdrt.transfer.slow_calls import on_own_thread
 from pdrt.transfer.tcp import NAME
 from pdrt.transfer.tcp.connection import Address, Connection, Result, dial
@@ -56,7 +55,7 @@ class TcpSender:
                 if isinstance(connection, socket.socket):
                     connection.close()
             raise failures[0]
-        instance = _Instance(generation)
+        instance = _Instance()
         self._instances[decode, generation] = instance
         for (rank, address), connection in zip(addresses.items(), dialled, strict=True):
             assert isinstance(connection, socket.socket)
@@ -82,12 +81,8 @@ class TcpSender:
         Raises:
             EngineError: not accepted.
         """
-        instance = self._instances.get((request.decode, request.generation))
-        if instance is None or not instance.takes_writes:
-            raise EngineError(f"generation {request.generation} takes no new writes")
-        route = instance.routes.get(request.decode_rank)
-        if route is None:
-            raise EngineError(f"decode rank {request.decode_rank} has shown no segment")
+        instance = instance_for(self._instances, request)
+        route = route_for(instance.routes, request)
         for piece in request.ranges:
             assert piece.length > 0, piece
             assert 0 <= piece.source_offset <= self._pool.size_bytes - piece.length, piece
@@ -115,8 +110,7 @@ class TcpSender:
 class _Instance:
     """One generation of one decode incarnation."""
 
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
+    def __init__(self) -> None:
         self.routes: dict[int, _Route] = {}
         """By decode rank."""
         self.takes_writes = True
@@ -212,11 +206,6 @@ def _as_it_is(connection: socket.socket) -> socket.socket:
 
 
 def _address(segment: Segment, decode: Incarnation, generation: int) -> Address:
-    if segment.engine != NAME:
-        raise EngineError(f"decode offers engine {segment.engine!r}, here is {NAME!r}")
-    try:
-        shown = msgspec.msgpack.decode(segment.descriptor, type=TcpDescriptor)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"segment of rank {segment.rank} is malformed: {error}") from error
+    shown: TcpDescriptor = shown_by(segment, NAME, TcpDescriptor)
     greeting = Greeting(shown.token, shown.segment, decode, segment.rank, generation)
     return Address(shown.host, shown.port, greeting)
