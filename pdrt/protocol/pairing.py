@@ -232,7 +232,7 @@ class Pairing:
         peer.is_lost = False
         peer.echoed_generation = message.generation
         peer.refusal = self._refusal(peer, message)
-        if peer.refusal is None and message.engine is not None:
+        if peer.refusal is None and message.generation and message.engine is not None:
             effects += self._take_engine(peer, message, message.engine)
         if peer.refusal is not None:
             effects += self._offer_anew(peer, message.writer, now)

@@ -265,6 +265,16 @@ def test_an_engine_that_was_not_offered_is_refused(engine: str | None, words: st
     assert peer.state is PairState.REFUSED
 
 
+@pytest.mark.parametrize("engine", ["smoke", "local"])
+def test_an_engine_named_for_no_generation_is_not_taken(engine: str) -> None:
+    decode = mixed()
+    assert only(decode.welcome(generation=0, engine=engine), OpenFence) == []
+    peer = decode.pairing.peers[ENDPOINT]
+    assert (peer.engine, peer.refusal) == (None, None)
+    assert not decode.table.is_usable(ENDPOINT)
+    decode.table.check()
+
+
 def test_a_writer_that_changes_its_engine_within_a_generation_is_refused() -> None:
     decode = mixed()
     decode.welcome(engine="tcp")
