@@ -53,7 +53,6 @@ class EngineInstance:
         self.deadline = deadline
         """Of the step under way. An instance that cannot be opened counts as refused, one that
         cannot be destroyed ends the worker."""
-        self.refusal = ""
         self.is_tainted = False
         """It answered UNSETTLED: no new writes, and what it read stays until it is destroyed."""
         self.retained: list[RoomId] = []
@@ -228,7 +227,7 @@ class DecodePeers:
         engine = peer.engines.get(generation)
         if engine is None or engine.state is not EngineState.OPENING:
             return []
-        engine.state, engine.refusal = EngineState.REFUSED, why
+        engine.state = EngineState.REFUSED
         if peer.hello is not None and peer.hello.generation == generation:
             peer.refused[engine.name] = why
         return self._advance(peer, now)
