@@ -148,10 +148,9 @@ class Metrics:
     def count_cached_tokens(self, count: int) -> None:
         self._store.add(f.CACHED_TOKENS, count)
 
-    def count_transfer(self, engine: str, byte_count: int, rank: int | None = None) -> None:
-        """`rank`: whose bytes they are, if not of the rank that this is."""
-        own = self._rank if rank is None else str(rank)
-        self._store.add(f.TRANSFERRED, byte_count, own, engine)
+    def count_transfer(self, engine: str, byte_count: int, rank: int) -> None:
+        """`rank`: whose bytes they are."""
+        self._store.add(f.TRANSFERRED, byte_count, str(rank), engine)
 
     def count_rejected_frame(self, reason: str, count: int = 1) -> None:
         self._store.add(f.REJECTED, count, reason)

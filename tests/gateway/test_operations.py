@@ -161,7 +161,7 @@ def test_metrics_have_their_names(role: str) -> None:
     metrics.observe_drain(0.1)
     metrics.observe_itl(0.1)
     metrics.observe_handover("transfer", 0.1)
-    metrics.count_transfer("tcp", 10)
+    metrics.count_transfer("tcp", 10, 1)
     metrics.count_fence("local")
     metrics.count_preemption()
     text = metrics.render().decode()

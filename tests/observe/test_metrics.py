@@ -53,7 +53,7 @@ def test_gauges_show_the_latest_value() -> None:
 def test_counters_add_up() -> None:
     metrics = make()
     for _ in range(2):
-        metrics.count_transfer("local", 1000)
+        metrics.count_transfer("local", 1000, 0)
         metrics.count_rejected_frame("size", 3)
         metrics.count_stale_message("old_seq", 2)
         metrics.count_recomputed_prompt_tokens(40)
