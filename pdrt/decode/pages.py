@@ -8,7 +8,7 @@ import msgspec
 from pdrt.ids import RequestId, RoomId
 from pdrt.kv.layout import KvLayout
 from pdrt.kv.pages import CACHE, Owner, OwnerKind, PageTable
-from pdrt.kv.prefix import PageKey, PrefixCache, extend_keys, page_keys
+from pdrt.kv.prefix import PageKey, PrefixCache, extend_keys
 from pdrt.scheduling.decode_request import DecodeRequest
 from pdrt.scheduling.step_plan import PagesWanted
 
@@ -88,8 +88,10 @@ class DecodePages:
         if not self._is_caching:
             return []
         size = self._page_size
-        first = request.keys[:1] or page_keys(request.tokens[:size], size, request.cache_salt)
-        return self.cache.match(self._keys(request)) if self.cache.match(first) else []
+        extend_keys(request.keys, request.tokens[:size], size, request.cache_salt)
+        if not self.cache.match(request.keys[:1]):
+            return []
+        return self.cache.match(self._keys(request))
 
     def keyed(self, pages: RoomPages, request: DecodeRequest) -> RoomPages:
         """With the keys of the tokens that `pages` were leased for."""
