@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,8 @@ from pdrt.transfer.rank_messages import Held, HeldRoom, HeldSegment, RankReport
 from pdrt.transfer.slow_calls import OPEN_SHARE, named_when_slow
 from pdrt.transfer.tcp.receiver import TcpReceiver
 from pdrt.transfer.writable import AdmitRoom, DismissRoom, WritableRooms
+
+OneReceiver = TypeVar("OneReceiver")
 
 ToDecodeRank = OpenSegment | CloseOffers | CloseSegment | AdmitRoom | DismissRoom | ChecksumPages
 
@@ -121,9 +123,18 @@ class DecodeRank:
     def restart_reason(self) -> str | None:
         """Why the worker is to drain and exit, in words. What an engine uses up with each
         generation, it uses up on every rank alike."""
-        receivers = self.parts.receivers.values()
-        mooncake = next((r for r in receivers if isinstance(r, MooncakeReceiver)), None)
+        mooncake = self._receiver(MooncakeReceiver)
         return None if mooncake is None else mooncake.restart_reason
+
+    @property
+    def data_endpoint(self) -> str | None:
+        """Where it listens for KV; None without the tcp engine."""
+        tcp = self._receiver(TcpReceiver)
+        return None if tcp is None else tcp.endpoint
+
+    def _receiver(self, kind: type[OneReceiver]) -> OneReceiver | None:
+        """Of what one engine alone has to say."""
+        return next((r for r in self.parts.receivers.values() if isinstance(r, kind)), None)
 
     async def _open_segment(self, message: OpenSegment) -> None:
         endpoint, generation = message.endpoint, message.generation
@@ -183,8 +194,8 @@ class DecodeRank:
 
     def report(self) -> RankReport:
         """What is to be seen of it."""
-        tcp = self.parts.receivers.get("tcp")
-        if not isinstance(tcp, TcpReceiver):
+        tcp = self._receiver(TcpReceiver)
+        if tcp is None:
             return RankReport(self.parts.device)
         return RankReport(self.parts.device, dict(tcp.refused), dict(tcp.refused_pieces))
 

@@ -30,7 +30,6 @@ from pdrt.scheduling.local_prefill import LocalPrefill
 from pdrt.transfer.gateway_link import GatewayLinks
 from pdrt.transfer.liveness import Ailment, Complaint, Liveness, hangs
 from pdrt.transfer.rank_group import RankState
-from pdrt.transfer.tcp.receiver import TcpReceiver
 
 ROWS_MAX = 64
 """Leases and requests listed in a status, the newest; the rest is counted. A gateway asks every
@@ -214,7 +213,7 @@ class DecodeView:
                 "events": dict(worker.kv.cache.counts),
                 "tokens": dict(worker.kv.cache.tokens),
             },
-            "data_endpoint": self.data_endpoint(),
+            "data_endpoint": worker.rank.data_endpoint,
             "writers": self._writers(),
             "ranks": worker.ranks.seen(now, self._heartbeat, worker.metrics.transferred()),
             "gateways": worker.links.gateways(),
@@ -225,11 +224,6 @@ class DecodeView:
             "totals": worker.metrics.totals(),
         }
         return msgspec.json.encode(status)
-
-    def data_endpoint(self) -> str | None:
-        """Where rank 0 listens for KV; None without the tcp engine."""
-        receivers = self._worker.rank.parts.receivers.values()
-        return next((x.endpoint for x in receivers if isinstance(x, TcpReceiver)), None)
 
     def _writers(self) -> list[dict[str, Any]]:
         """The prefill workers that it is connected to."""

@@ -190,7 +190,7 @@ class DecodeWorker:
 
     def facts(self) -> dict[str, Any]:
         """What is announced once this worker is up."""
-        data = self.view.data_endpoint()
+        data = self.rank.data_endpoint
         return {
             "role": "decode",
             "incarnation": short(self.incarnation),
