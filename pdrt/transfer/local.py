@@ -29,7 +29,7 @@ from pdrt.transfer.local_host import HostMemory
 from pdrt.transfer.local_memory import CopyUnsettledError, LocalDescriptor, Mapping, Memory
 from pdrt.transfer.processes import pid_namespace
 from pdrt.transfer.sending import check_inside, instance_for, route_for, shown_by
-from pdrt.transfer.slow_calls import on_own_thread
+from pdrt.transfer.slow_calls import on_own_thread, tell
 
 NAME = "local"
 ASLEEP_SECONDS = 1.0
@@ -197,9 +197,8 @@ class LocalSender:
     def _tell(self) -> None:
         ended, self._ended = self._ended, []
         self._told_at = time.monotonic()
-        # A copy that outlives the loop has nobody to answer to.
-        if ended and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._settle, ended)
+        if ended:
+            tell(self._loop, self._settle, ended)
 
     # On the loop
 

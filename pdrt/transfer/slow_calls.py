@@ -1,5 +1,5 @@
 """Calls into engines that may take long, or never return: nobody else waits for them, and somebody
-says their name."""
+says their name. What threads have to say is said on the loop."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ async def on_own_thread(call: Callable[[*_Ts], Result], *arguments: *_Ts) -> Res
         return await asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
     finally:
         thread.shutdown(wait=False)
+
+
+def tell(loop: asyncio.AbstractEventLoop, call: Callable[[*_Ts], object], *arguments: *_Ts) -> None:
+    """From a thread: have the loop call it."""
+    try:
+        loop.call_soon_threadsafe(call, *arguments)
+    except RuntimeError:
+        # The loop is closed, at exit: there is nobody left to tell.
+        return
 
 
 @contextmanager

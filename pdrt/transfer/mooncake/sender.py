@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVarTuple
 
 from pdrt.config import MooncakeConfig
 from pdrt.errors import EngineError
@@ -28,12 +27,10 @@ from pdrt.transfer.mooncake.poller import (
 )
 from pdrt.transfer.mooncake.writes import Answer
 from pdrt.transfer.sending import check_inside, instance_for, route_for, shown_by
-from pdrt.transfer.slow_calls import on_own_thread
+from pdrt.transfer.slow_calls import on_own_thread, tell
 
 CONNECT_SECONDS_MAX = 3.0
 """To each port; what does not answer by then is blocked."""
-
-_Ts = TypeVarTuple("_Ts")
 
 
 class MooncakeSender:
@@ -123,7 +120,7 @@ class MooncakeSender:
         if flight is None:
             return
         closed = self._loop.create_future()
-        self._poller.post(Finish(flight, lambda: self._on_loop(closed.set_result, None)))
+        self._poller.post(Finish(flight, lambda: tell(self._loop, closed.set_result, None)))
         await closed
 
     def close(self) -> None:
@@ -134,18 +131,11 @@ class MooncakeSender:
     # In the poller's thread
 
     def _on_answers(self, flight: Flight, answers: list[Answer]) -> None:
-        self._on_loop(self._give, flight, answers, flight.writes.stopped is not None)
+        tell(self._loop, self._give, flight, answers, flight.writes.stopped is not None)
 
     def _on_thread_ended(self, ended: Future[None]) -> None:
         if (error := ended.exception()) is not None:
-            self._on_loop(_raise, error)
-
-    def _on_loop(self, call: Callable[[*_Ts], object], *arguments: *_Ts) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:
-            # The loop is closed, at exit: there is nobody left to tell.
-            return
+            tell(self._loop, _raise, error)
 
     # On the loop
 

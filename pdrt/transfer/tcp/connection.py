@@ -11,7 +11,14 @@ from pdrt.kv.pool import KvPool
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.tcp.memory import Stage, make_stage
 from pdrt.transfer.tcp.outbox import Outbox, Piece
-from pdrt.transfer.tcp.sockets import limit, prepare, receive_exactly, send_all, source_address
+from pdrt.transfer.tcp.sockets import (
+    limit,
+    prepare,
+    receive_exactly,
+    send_all,
+    shut_down,
+    source_address,
+)
 from pdrt.transfer.tcp.wire import (
     ANSWER_BYTES,
     REPLY_BYTES,
@@ -125,12 +132,8 @@ class Connection:
 
     def hang_up(self) -> None:
         """From another thread: whatever it waits for fails."""
-        if self.socket is None:
-            return
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it has ended by itself
+        if self.socket is not None:
+            shut_down(self.socket)
 
     def _carry(
         self,

@@ -9,7 +9,6 @@ import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -18,9 +17,10 @@ from pdrt.errors import ConfigError
 from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.writers import FenceKind
+from pdrt.transfer.slow_calls import tell
 from pdrt.transfer.tcp import NAME
 from pdrt.transfer.tcp.memory import Stage, make_stage
-from pdrt.transfer.tcp.sockets import limit, prepare, receive_all, receive_exactly
+from pdrt.transfer.tcp.sockets import limit, prepare, receive_all, receive_exactly, shut_down
 from pdrt.transfer.tcp.wire import (
     GREETING_BYTES,
     HEAD_BYTES,
@@ -172,12 +172,7 @@ class TcpReceiver:
         except Exception as error:
             # Judged on the loop: what is no peer's doing ends the worker there.
             failure = error
-        self.on_loop(self._ended, connection, failure)
-
-    def on_loop(self, call: Callable[..., None], *arguments: object) -> None:
-        """From a connection's thread. A loop that is closed has nobody to tell."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call, *arguments)
+        tell(self._loop, self._ended, connection, failure)
 
     def _ended(self, connection: Connection, failure: Exception | None) -> None:
         # Here alone, where nobody else can still be about to shut it down: its number is reused.
@@ -193,7 +188,7 @@ class TcpReceiver:
 
     def turned_away(self, reason: Greeted, address: object) -> None:
         """From a connection's thread."""
-        self.on_loop(self._turned_away, reason.name.lower(), address)
+        tell(self._loop, self._turned_away, reason.name.lower(), address)
 
     def _turned_away(self, reason: str, address: object, detail: str = "") -> None:
         self.refused[reason] += 1
@@ -206,7 +201,7 @@ class TcpReceiver:
 
     def piece_refused(self, verdict: Verdict) -> None:
         """From a connection's thread."""
-        self.on_loop(self._piece_refused, verdict.name.lower())
+        tell(self._loop, self._piece_refused, verdict.name.lower())
 
     def _piece_refused(self, reason: str) -> None:
         self.refused_pieces[reason] += 1
@@ -249,10 +244,7 @@ class Connection:
 
     def hang_up(self) -> None:
         """On the loop: a read that waits ends, one that copies ends with what has arrived."""
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it has ended by itself
+        shut_down(self.socket)
 
     def run(self) -> None:
         """Until one side ends it.

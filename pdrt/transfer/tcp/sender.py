@@ -16,7 +16,7 @@ from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import OnSettled, WriteRequest
 from pdrt.transfer.sending import instance_for, route_for, shown_by
-from pdrt.transfer.slow_calls import on_own_thread
+from pdrt.transfer.slow_calls import on_own_thread, tell
 from pdrt.transfer.tcp import NAME
 from pdrt.transfer.tcp.connection import Address, Connection, Result, dial
 from pdrt.transfer.tcp.outbox import Outbox, Piece, Write, pieces_of
@@ -36,7 +36,7 @@ class TcpSender:
         self._pool = pool
         self._connections = connections
         self._write_seconds_max = write_seconds_max
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._instances: dict[tuple[Incarnation, int], _Instance] = {}
 
     async def open(self, decode: Incarnation, generation: int, segments: Sequence[Segment]) -> None:
@@ -69,11 +69,6 @@ class TcpSender:
     def connections_max(self) -> int:
         """To one decode rank."""
         return self._connections
-
-    def on_loop(self, call: Callable[..., None], *arguments: object) -> None:
-        """From a connection's thread. A loop that is closed has nobody to tell."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call, *arguments)
 
     def write(self, request: WriteRequest, on_settled: OnSettled) -> None:
         """Queue it for the connections to its decode rank.
@@ -155,10 +150,10 @@ class _Route:
         except Exception as error:
             # Judged on the loop: what is no peer's doing ends the worker there.
             failure = error
-        self._sender.on_loop(self._ended, connection, failure)
+        tell(self._sender.loop, self._ended, connection, failure)
 
     def _told(self, results: list[Result]) -> None:
-        self._sender.on_loop(self._settle, results)
+        tell(self._sender.loop, self._settle, results)
 
     def _settle(self, results: list[Result]) -> None:
         for piece, outcome, detail in results:

@@ -44,6 +44,14 @@ def limit(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
 
 
+def shut_down(connection: socket.socket) -> None:
+    """From another thread than its own, whose calls on it end."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it has ended by itself
+
+
 def send_all(connection: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
     """Raises OSError, BlockingIOError among them."""
     left = [memoryview(buffer) for buffer in buffers]
