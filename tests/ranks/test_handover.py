@@ -25,7 +25,7 @@ from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
 from pdrt.transfer.rank_channel import encode
 from pdrt.transfer.rank_messages import HeldRoom
-from pdrt.transfer.tcp.receiver import TcpDescriptor
+from pdrt.transfer.tcp.descriptor import TcpDescriptor
 from pdrt.transfer.tcp.wire import Greeted, pack_head
 from pdrt.transfer.writable import AdmitRoom, DismissRoom, Verdict
 from tests.decode.deployment import Deployment, GatewayPeer, Stream, prompt_of, until

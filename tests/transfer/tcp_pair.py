@@ -15,7 +15,8 @@ from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import ByteRange, WriteRequest, coalesce
-from pdrt.transfer.tcp.receiver import Place, TcpDescriptor, TcpReceiver
+from pdrt.transfer.tcp.descriptor import TcpDescriptor
+from pdrt.transfer.tcp.receiver import Place, TcpReceiver
 from pdrt.transfer.tcp.sender import TcpSender
 from pdrt.transfer.tcp.sockets import receive_exactly
 from pdrt.transfer.tcp.wire import (

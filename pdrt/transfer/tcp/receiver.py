@@ -19,6 +19,7 @@ from pdrt.protocol.messages import Segment
 from pdrt.protocol.writers import FenceKind
 from pdrt.transfer.slow_calls import tell
 from pdrt.transfer.tcp import NAME
+from pdrt.transfer.tcp.descriptor import TcpDescriptor
 from pdrt.transfer.tcp.memory import Stage, make_stage
 from pdrt.transfer.tcp.sockets import limit, prepare, receive_all, receive_exactly, shut_down
 from pdrt.transfer.tcp.wire import (
@@ -51,15 +52,6 @@ RETRY_SECONDS = 1.0
 """Until connections are accepted again, after one could not be."""
 PIECES_MAX = 256
 """That a sender may send before it asks for their answers."""
-
-
-class TcpDescriptor(msgspec.Struct, frozen=True):
-    """How a sender reaches a segment. Carried by the handshake alone, as the token is a secret."""
-
-    host: str
-    port: int
-    segment: int
-    token: bytes
 
 
 class Place(NamedTuple):

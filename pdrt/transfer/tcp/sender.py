@@ -19,8 +19,8 @@ from pdrt.transfer.sending import instance_for, route_for, shown_by
 from pdrt.transfer.slow_calls import on_own_thread, tell
 from pdrt.transfer.tcp import NAME
 from pdrt.transfer.tcp.connection import Address, Connection, Result, dial
+from pdrt.transfer.tcp.descriptor import TcpDescriptor
 from pdrt.transfer.tcp.outbox import Outbox, Piece, Write, pieces_of
-from pdrt.transfer.tcp.receiver import TcpDescriptor
 from pdrt.transfer.tcp.wire import Greeting
 
 log = logging.getLogger(__name__)
