@@ -143,7 +143,7 @@ class Poller:
         now = time.monotonic()
         match command:
             case Accept(flight, write, decode_rank, ranges):
-                if not flight.writes.out:
+                if not flight.writes.out_count:
                     flight.moved_at = now
                 self._answer(flight, flight.writes.accept(write, decode_rank, ranges))
                 self._busy[flight] = None
@@ -192,7 +192,7 @@ class Poller:
                 state = TransferState.DONE if code == DONE_CODE else TransferState.FAILED
                 flight.moved_at = now
                 answers += flight.writes.ended(transfer, state)
-        if flight.writes.out and now - flight.moved_at > self._write_seconds_max:
+        if flight.writes.out_count and now - flight.moved_at > self._write_seconds_max:
             answers += flight.writes.give_up(f"no progress for {self._write_seconds_max:.0f} s")
         self._answer(flight, answers)
 
@@ -202,7 +202,7 @@ class Poller:
 
     def _close_if_due(self, flight: Flight, now: float) -> None:
         assert flight.close_by is not None and flight.on_closed is not None
-        if flight.writes.out and now < flight.close_by:
+        if flight.writes.out_count and now < flight.close_by:
             return
         flight.instance.close()
         self._answer(flight, flight.writes.give_up("the instance is closed"))
