@@ -4,7 +4,6 @@ an acknowledgement per connection. A thread per connection on both sides."""
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,13 +35,11 @@ class Sending:
         self._threads = ThreadPoolExecutor(connections)
         self._memory = memory
 
-    def send(self, run_bytes: int, runs: int) -> float:
-        """Seconds until the last acknowledgement. Connection n carries every n-th run."""
+    def send(self, run_bytes: int, runs: int) -> None:
+        """Return with the last acknowledgement. Connection n carries every n-th run."""
         count = len(self._connections)
         shares = [range(n, runs, count) for n in range(count)]
-        began = time.perf_counter()
         list(self._threads.map(self._send, self._connections, shares, [run_bytes] * count))
-        return time.perf_counter() - began
 
     def _send(self, connection: socket.socket, share: Sequence[int], run_bytes: int) -> None:
         header = f"{len(share):>7} {run_bytes:>8}".encode()
@@ -51,11 +48,6 @@ class Sending:
         for run in share:
             connection.sendall(self._memory[run * run_bytes : (run + 1) * run_bytes])
         assert connection.recv(1) == ACK
-
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        self._threads.shutdown()
 
 
 def receive(listener: socket.socket, memory: memoryview, connections: int) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import statistics
 import sys
 import time
@@ -42,7 +41,9 @@ from transfer_party import (
 )
 
 from pdrt.cli.torture.engines import ENGINES
+from pdrt.config import WorkerConfig
 from pdrt.ids import new_incarnation
+from pdrt.transfer.engines import tcp_connections
 
 KIB = 1024
 SIZES = {"12k": 12 * KIB, "64k": 64 * KIB, "368k": 368_640, "2m": 2048 * KIB}
@@ -107,11 +108,6 @@ def rig(engine: str, senders: int, receivers: int, connections: int = 0) -> Iter
         yield made
 
 
-def socket_connections() -> int:
-    """As the tcp engine has them by default."""
-    return 2 if len(os.sched_getaffinity(0)) <= 2 else 4
-
-
 def runs_of(size: int) -> int:
     return max(RUNS_MIN, min(RUNS_MAX, BURST_BYTES // size))
 
@@ -150,7 +146,7 @@ def measure_prompt(rigs: dict[str, Rig]) -> Figures:
 
 async def runs_rows(engine: str, repeats: int) -> list[Row]:
     """A row per size."""
-    with rig(engine, 1, 1, socket_connections()) as made:
+    with rig(engine, 1, 1, tcp_connections(WorkerConfig())) as made:
 
         def take(size: int) -> Take:
             async def measure(attempt: int) -> Figures:

@@ -26,7 +26,7 @@ from pdrt.cli.torture.engines import End, make_receiver, make_sender
 from pdrt.config import MooncakeConfig
 from pdrt.errors import PdrtError
 from pdrt.ids import Incarnation, RoomId
-from pdrt.kv.layout import KvLayout, rank_heads, slice_plan
+from pdrt.kv.layout import KvLayout, rank_layout, slice_plan
 from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import Write, WriteOutcome
@@ -148,14 +148,9 @@ def say(message: msgspec.Struct) -> None:
 
 def pool_of(rank: int, ranks: int) -> KvPool:
     """A rank's pool, touched."""
-    pool = KvPool(rank_layout(rank, ranks), PAGES, torch.device("cpu"))
+    pool = KvPool(rank_layout(LLAMA_8B, rank, ranks), PAGES, torch.device("cpu"))
     pool.tensor.fill_(1)
     return pool
-
-
-def rank_layout(rank: int, ranks: int) -> KvLayout:
-    heads = rank_heads(LLAMA_8B.kv_heads, ranks)[rank]
-    return msgspec.structs.replace(LLAMA_8B, kv_heads=heads.count)
 
 
 async def receiver() -> None:
@@ -245,7 +240,9 @@ class Sender:
         """As a room's task plans it; target pages lie anywhere."""
         reach, decode_ranks = self._reach, len(self._reach.segments)
         copies = slice_plan(LLAMA_8B, reach.ranks, decode_ranks)[reach.rank]
-        target_bytes = {n: rank_layout(n, decode_ranks).page_bytes for n in range(decode_ranks)}
+        target_bytes = {
+            n: rank_layout(LLAMA_8B, n, decode_ranks).page_bytes for n in range(decode_ranks)
+        }
         plan = SlicePlan(tuple(copies), self._pool.layout.page_bytes, target_bytes)
         writes: list[tuple[int, Sequence[ByteRange]]] = []
         chunk = CHUNK_TOKENS // LLAMA_8B.page_size
