@@ -178,9 +178,9 @@ class Handover:
             if message is None or self._loop.is_ending:
                 return
             peer = self.table.pairing.peers.get(endpoint)
-            engine = peer and peer.engine
+            before = peer and (peer.writer, peer.engine)
             self.apply(self.table.receive(endpoint, message, time.monotonic()))
-            if peer is not None and peer.engine not in (None, engine):
+            if peer and peer.engine is not None and (peer.writer, peer.engine) != before:
                 _say_engine(peer)
 
         try:

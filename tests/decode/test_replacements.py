@@ -4,6 +4,7 @@ next request works, without a restart of anybody else and without a list of who 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -88,8 +89,11 @@ async def end(deployment: Deployment, worker: Any) -> None:
     deployment.gateway.registers.pop(worker.incarnation, None)
 
 
-async def test_the_prefill_worker_is_replaced_again_and_again(deployment: Deployment) -> None:
+async def test_the_prefill_worker_is_replaced_again_and_again(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
     """Always on the same address, under a decode worker that stays."""
+    caplog.set_level(logging.INFO, "pdrt.decode.handover")
     decode = deployment.add_decode(StandInExecutor(64), deployment.config())
     port = 0
     for life in range(TIMES):
@@ -103,6 +107,8 @@ async def test_the_prefill_worker_is_replaced_again_and_again(deployment: Deploy
         assert stream.prefills == [prefill.incarnation]
         await end(deployment, prefill)
     assert decode.table.fences == 0
+    said = [x for x in caplog.records if x.getMessage() == "a prefill worker writes here"]
+    assert len(said) == TIMES, "once for each writer"
 
 
 async def test_the_decode_worker_is_replaced_again_and_again(deployment: Deployment) -> None:
