@@ -30,12 +30,12 @@ from executor import Case
 from rows import Figures, Row, print_rows, repeat
 
 from pdrt.config import DeviceConfig, ModelConfig
+from pdrt.model.cgroup import cpu_quota
 from pdrt.model.collectives import RankPlace, join
 from pdrt.model.executor import Executor
 from pdrt.model.fetch import resolve_model
-from pdrt.model.placement import rank_devices
 from pdrt.model.rank_executor import RankExecutor
-from pdrt.model.resources import parse_id_list
+from pdrt.model.resources import parse_id_list, share_device
 
 CASES = (Case("decode_1", 256, 1), Case("decode_8", 256, 8), Case("prefill_256", 256))
 HEADS, KV_HEADS = 8, 4
@@ -91,7 +91,8 @@ def ranks_of(
     model: ModelConfig, ranks: int, rendezvous: Path, sums: Sums | None = None
 ) -> Iterator[tuple[Part, list[subprocess.Popen[bytes]]]]:
     """The leader's part, and the processes of the others."""
-    devices = rank_devices(DeviceConfig(device="cpu", tensor_parallel_size=ranks))
+    whole = DeviceConfig(device="cpu", tensor_parallel_size=ranks)
+    devices = share_device(whole, os.sched_getaffinity(0), cpu_quota())
     parts = [
         Part(model, device, RankPlace(rank, ranks, str(rendezvous), SECONDS_MAX), sums)
         for rank, device in enumerate(devices)

@@ -75,7 +75,7 @@ class Executor:
         other ranks, until they have done the same (`RankExecutor.load`).
 
         Args:
-            device: of this rank alone, as `pdrt.model.placement.rank_devices` gives it.
+            device: of this rank alone, as `pdrt.model.resources.share_device` gives it.
             place: rank 0's, where the model is shared with other ranks.
 
         Raises:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 import torch
 
 from pdrt.config import DeviceConfig, ModelConfig
 from pdrt.errors import ConfigError
 from pdrt.kv.layout import KvLayout
-from pdrt.model.cgroup import cpu_quota
 from pdrt.model.identity import ModelIdentity, check_length
-from pdrt.model.resources import parse_id_list, share_device
+from pdrt.model.resources import parse_id_list
 
 CPU_POOL_BYTES = 2**30
 """Pool on a CPU when no size is given."""
@@ -20,11 +17,6 @@ CPU_RESERVE_BYTES = 256 * 2**20
 """Left for activations, logits and the rest of the process when a CPU pool is sized."""
 CUDA_RESERVE_BYTES = 2**30
 """The same on a GPU, where CUDA itself takes half a gigabyte per process."""
-
-
-def rank_devices(device: DeviceConfig) -> list[DeviceConfig]:
-    """`share_device`, of what this process may use."""
-    return share_device(device, os.sched_getaffinity(0), cpu_quota())
 
 
 def select_device(device: DeviceConfig) -> torch.device:

@@ -45,7 +45,7 @@ def prepare(
     far.
 
     Args:
-        device: of this rank alone, as `pdrt.model.placement.rank_devices` gives it.
+        device: of this rank alone, as `pdrt.model.resources.share_device` gives it.
         place: among the worker's ranks; None where it has one.
 
     Raises:
