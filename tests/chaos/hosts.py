@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdrt.cli.torture.network import SWITCH, Network, Way
+from pdrt.cli.torture.network import SWITCH, Network, Way, run_here
 from pdrt.cli.torture.network import missing as missing_namespaces
 from pdrt.errors import PdrtError
 from pdrt.transfer.cluster_key import write_new_key
@@ -56,11 +56,8 @@ def make_uplink(network: Network) -> None:
         *("peer", "name", name, "netns", str(os.getpid())),
     )
     network.run(SWITCH, "ip", "link", "set", "uplink", "master", "bridge", "up")
-    address = f"{network.subnet}.{UPLINK_HOST}/24"
-    for command in (f"address add {address} dev {name}", f"link set {name} up"):
-        done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise PdrtError(f"ip {command}: {done.stderr.strip()}")
+    run_here("ip", "address", "add", f"{network.subnet}.{UPLINK_HOST}/24", "dev", name)
+    run_here("ip", "link", "set", name, "up")
 
 
 class HostRelay:

@@ -71,7 +71,7 @@ class Network:
         # The links go with their namespaces.
         for host in (*self._hosts, SWITCH):
             with contextlib.suppress(PdrtError):
-                _run("ip", "netns", "delete", self._name(host))
+                run_here("ip", "netns", "delete", self._name(host))
 
     def address(self, host: str) -> str:
         return f"{self.subnet}.{1 + self._hosts.index(host)}"
@@ -100,19 +100,19 @@ class Network:
 
     def run(self, host: str, *command: str) -> None:
         """Raises PdrtError."""
-        _run(*self.command(host), *command)
+        run_here(*self.command(host), *command)
 
     def _name(self, host: str) -> str:
         return self._prefix + host
 
     def _make_switch(self) -> None:
-        _run("ip", "netns", "add", self._name(SWITCH))
+        run_here("ip", "netns", "add", self._name(SWITCH))
         self.run(SWITCH, "ip", "link", "add", "bridge", "type", "bridge")
         self.run(SWITCH, "ip", "link", "set", "bridge", "up")
 
     def _make_host(self, host: str) -> None:
         port = f"port{self._hosts.index(host)}"
-        _run("ip", "netns", "add", self._name(host))
+        run_here("ip", "netns", "add", self._name(host))
         self.run(
             *(SWITCH, "ip", "link", "add", port, "type", "veth"),
             *("peer", "name", "eth0", "netns", self._name(host)),
@@ -131,10 +131,11 @@ def _remove_orphans() -> None:
         match name.split("-"):
             case [prefix, pid, *_] if prefix == PREFIX and not Path(f"/proc/{pid}").exists():
                 with contextlib.suppress(PdrtError):
-                    _run("ip", "netns", "delete", name)
+                    run_here("ip", "netns", "delete", name)
 
 
-def _run(*command: str) -> None:
+def run_here(*command: str) -> None:
+    """On this machine itself. Raises PdrtError."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=SECONDS_MAX, check=False
