@@ -16,16 +16,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import msgspec
 import uvloop
 from bars import Document
 from documents import Output, add_flags, finish
@@ -41,37 +35,18 @@ from rows import (
     settle,
     unclean,
 )
-from stand_in import LAYOUT, StandIn
+from stand_in import LAYOUT, instant_executor
+from stand_in_gateway import Peer, gateway_process
 
-from pdrt.config import SchedulerConfig, SecurityConfig, WorkerConfig
+from pdrt.config import SchedulerConfig, WorkerConfig
 from pdrt.decode.worker import DecodeWorker
-from pdrt.ids import Incarnation, RequestId, RoomId, new_incarnation
-from pdrt.model.identity import ModelIdentity
-from pdrt.protocol.codec import encode
-from pdrt.protocol.gateway_messages import Register, Registered, Submit
+from pdrt.ids import Incarnation, RequestId, RoomId
+from pdrt.protocol.gateway_messages import Submit
 from pdrt.sampling import Sampling
-from pdrt.transfer.channel import RouterChannel
-from pdrt.transfer.cluster_key import read_key
-from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.worker_loop import ExitCode
 
 BATCHES = (1, 8, 64)
 CONTEXT_TOKENS = 256
-FRAME_BYTES = 1 << 24
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """The gateway's process."""
-
-    address: str
-    incarnation: Incarnation
-    pid: int
-    security: SecurityConfig
-
-    def cpu_seconds(self) -> float:
-        """Of all its threads, so far."""
-        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
-        return sum(int(task.read_text().split()[0]) for task in tasks) * 1e-9
 
 
 class Clock:
@@ -107,40 +82,6 @@ class Clock:
         self._ended_at = time.perf_counter()
 
 
-def instant_executor(pages: int, clock: Clock) -> StandIn:
-    """Its forwards take one turn of the event loop."""
-    identity = ModelIdentity(
-        name="instant",
-        digest="0",
-        max_model_len=1 << 20,
-        vocab_size=1 << 16,
-        eos_token_ids=(0,),
-        architecture="Instant",
-    )
-    executor = StandIn(identity, pages, lambda rows: 0.0)
-    executor.begun = lambda rows: clock.begun()
-    executor.ended = lambda rows: clock.ended()
-    return executor
-
-
-async def gateway(security: SecurityConfig) -> None:
-    """Answers every `Register`, and takes what else comes. Runs until its stdin ends."""
-    incarnation = new_incarnation()
-    reader: FrameReader[Any] = FrameReader(Register, FRAME_BYTES, "worker")
-
-    def on_frame(peer: bytes, frame: bytes) -> None:
-        if b"Register" not in frame[:32]:
-            return
-        register = reader.read(frame)
-        assert register is not None, "its type was looked at"
-        answer = Registered(incarnation, register.worker, register.seq)
-        channel.send(peer, encode(answer))
-
-    channel = RouterChannel("127.0.0.1", 0, on_frame, FRAME_BYTES, read_key(security))
-    print(channel.port, incarnation, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-
-
 def join(worker: DecodeWorker, gateway: Incarnation, serial: int) -> None:
     """A sequence that begins to decode, without a prefill worker."""
     sampling = Sampling(max_tokens=1 << 20, temperature=0.0)
@@ -164,7 +105,9 @@ def join(worker: DecodeWorker, gateway: Incarnation, serial: int) -> None:
 async def measure(batch: int, steps: int, peer: Peer) -> Figures:
     clock = Clock(warm_up=steps // 4, steps=steps, peer=peer)
     each = LAYOUT.pages_for(CONTEXT_TOKENS + 2 * steps)
-    executor = instant_executor(batch * each, clock)
+    executor = instant_executor(batch * each)
+    executor.begun = lambda rows: clock.begun()
+    executor.ended = lambda rows: clock.ended()
     limits = SchedulerConfig(max_num_seqs=batch, stream_tokens_max=1 << 30)
     config = WorkerConfig(gateway=(peer.address,), scheduler=limits, security=peer.security)
     worker = DecodeWorker(config, executor)  # type: ignore[arg-type]
@@ -210,32 +153,15 @@ async def measure_key(options: argparse.Namespace, bare: Peer, keyed: Peer) -> l
     return [settle(name, taken, options.repeats) for name, taken in attempts.items()]
 
 
-@contextlib.contextmanager
-def gateway_process(cluster_key: str | None) -> Iterator[Peer]:
-    command = [sys.executable, __file__, "--gateway"]
-    if cluster_key is not None:
-        command += ["--cluster-key", cluster_key]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
-        port, incarnation = process.stdout.readline().split()
-        security = SecurityConfig(cluster_key=cluster_key)
-        yield Peer(f"127.0.0.1:{port}", Incarnation(int(incarnation)), process.pid, security)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000, help="measured steps per batch size")
     parser.add_argument("--repeats", type=int, default=3, help="medians of so many clean runs")
     parser.add_argument("--cluster-key", metavar="FILE", help="what CURVE with this key costs")
-    parser.add_argument("--gateway", action="store_true", help=argparse.SUPPRESS)
     add_flags(parser)
     options = parser.parse_args()
     key = options.cluster_key
-    if options.gateway:
-        uvloop.run(gateway(SecurityConfig(cluster_key=key)))
-        return 0
-    with gateway_process(None) as peer:
+    with gateway_process() as peer:
         if key is None:
             rows = uvloop.run(measure_all(options, peer))
         else:

@@ -11,29 +11,24 @@ import asyncio
 import statistics
 import subprocess
 import sys
-from typing import Any
 
 import uvloop
 from rows import Figures
-from stand_in import StandIn
+from stand_in import instant_executor
+from stand_in_gateway import Peer, gateway_process
 
 from pdrt.config import WorkerConfig
 from pdrt.decode.worker import DecodeWorker
 from pdrt.errors import PdrtError
-from pdrt.ids import Incarnation, RequestId, new_incarnation
-from pdrt.model.identity import ModelIdentity
+from pdrt.ids import RequestId
 from pdrt.prefill.worker import PrefillWorker
-from pdrt.protocol.codec import encode
-from pdrt.protocol.gateway_messages import Register, Registered, Submit
+from pdrt.protocol.gateway_messages import Submit
 from pdrt.sampling import Sampling
-from pdrt.transfer.channel import RouterChannel
-from pdrt.transfer.frames import FrameReader
 from pdrt.transfer.worker_loop import ExitCode
 
 PROMPT_TOKENS = 2048
 PAGES = 1024
 WARM_UP, HANDOVERS = 20, 200
-FRAME_BYTES = 1 << 24
 PAIRED_SECONDS_MAX = 60.0
 POLL_SECONDS = 0.002
 """While one is under way, this process looks at it no more often than that."""
@@ -41,69 +36,18 @@ REQUEST_SECONDS = 30.0
 PHASES = ("queued", "prefill", "transfer")
 
 
-def instant_executor() -> StandIn:
-    """Its forwards take one turn of the event loop."""
-    identity = ModelIdentity(
-        name="instant",
-        digest="0",
-        max_model_len=1 << 20,
-        vocab_size=1 << 16,
-        eos_token_ids=(0,),
-        architecture="Instant",
-    )
-    return StandIn(identity, PAGES, lambda rows: 0.0)
-
-
-async def gateway() -> None:
-    """Tells each worker of the prefill workers. Runs until its stdin ends."""
-    incarnation = new_incarnation()
-    reader: FrameReader[Any] = FrameReader(Register, FRAME_BYTES, "worker")
-    endpoints: dict[Incarnation, str] = {}
-
-    def on_frame(peer: bytes, frame: bytes) -> None:
-        if b"Register" not in frame[:32]:
-            return
-        register = reader.read(frame)
-        assert register is not None, "its type was looked at"
-        if register.endpoint is not None:
-            endpoints[register.worker] = register.endpoint
-        known = tuple(endpoints.values())
-        channel.send(peer, encode(Registered(incarnation, register.worker, register.seq, known)))
-
-    channel = RouterChannel("127.0.0.1", 0, on_frame, FRAME_BYTES)
-    print(channel.port, incarnation, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-
-
 async def prefill(address: str) -> None:
     """Until its stdin ends."""
-    worker = PrefillWorker(WorkerConfig(gateway=(address,)), instant_executor())  # type: ignore[arg-type]
+    worker = PrefillWorker(WorkerConfig(gateway=(address,)), instant_executor(PAGES))  # type: ignore[arg-type]
     running = asyncio.create_task(worker.run())
     await asyncio.to_thread(sys.stdin.read)
     worker.loop.end(ExitCode.STOPPED, "measured")
     await running
 
 
-class Child:
-    """This file in another process, as a context: it ends with its stdin."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._popen = subprocess.Popen(
-            [sys.executable, __file__, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._popen.communicate()
-
-    def line(self) -> str:
-        assert self._popen.stdout is not None
-        return self._popen.stdout.readline()
+def prefill_process(address: str) -> subprocess.Popen[bytes]:
+    """It ends with the context."""
+    return subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE)
 
 
 async def measure() -> Figures:
@@ -112,21 +56,18 @@ async def measure() -> Figures:
     Raises:
         PdrtError: the workers do not find each other, or a request fails.
     """
-    with Child("gateway") as own_gateway:
-        port, incarnation = own_gateway.line().split()
-        address = f"127.0.0.1:{port}"
-        with Child("prefill", address):
-            return await _measure(address, Incarnation(int(incarnation)))
+    with gateway_process() as peer, prefill_process(peer.address):
+        return await _measure(peer)
 
 
-async def _measure(address: str, peer: Incarnation) -> Figures:
-    executor = instant_executor()
-    worker = DecodeWorker(WorkerConfig(gateway=(address,)), executor)  # type: ignore[arg-type]
+async def _measure(peer: Peer) -> Figures:
+    executor = instant_executor(PAGES)
+    worker = DecodeWorker(WorkerConfig(gateway=(peer.address,)), executor)  # type: ignore[arg-type]
     running = asyncio.create_task(worker.run())
     try:
         endpoints = await _paired(worker)
         all_timings = [
-            await _hand_over(worker, RequestId(peer, serial, 1), endpoints)
+            await _hand_over(worker, RequestId(peer.incarnation, serial, 1), endpoints)
             for serial in range(1, WARM_UP + HANDOVERS + 1)
         ]
     finally:
@@ -170,9 +111,7 @@ async def _hand_over(
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["gateway"]:
-            uvloop.run(gateway())
-        case ["prefill", address]:
+        case [address]:
             uvloop.run(prefill(address))
         case _:
             sys.exit("it is measured by transfer.py")
