@@ -99,6 +99,10 @@ def test_the_mooncake_package_that_fits() -> None:
     assert agrees(software.mooncake(True, {cuda: "1"}.get), OK)
     assert "pdrt[mooncake]" in software.mooncake(False, {cuda: "1"}.get).remedy
     assert "pdrt[mooncake-cuda]" in software.mooncake(True, {plain: "1"}.get).remedy
+    cuda13 = "mooncake-transfer-engine-cuda13"
+    found = software.mooncake(True, {cuda13: "1"}.get)
+    assert agrees(found, OK) and found.text == f"{cuda13} 1"
+    assert "pdrt[mooncake]" in software.mooncake(False, {cuda13: "1"}.get).remedy
 
 
 def test_torch_builds() -> None:

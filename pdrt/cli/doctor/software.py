@@ -23,6 +23,8 @@ OPTIONAL = {
     "opentelemetry-exporter-otlp-proto-http": ("'pdrt[otel]'", "--otlp-endpoint is refused"),
 }
 """By package: what to install, and what is missing without it."""
+MOONCAKE = "mooncake-transfer-engine-non-cuda"
+MOONCAKE_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 ASK_TORCH = """
 import json, sys
 import torch
@@ -100,18 +102,22 @@ def optional_packages(version_of: InstalledVersion = installed_version) -> list[
 
 def mooncake(has_gpu: bool, version_of: InstalledVersion = installed_version) -> Finding:
     """The transfer engine between hosts, and which of its packages fits here."""
-    fitting, extra = "mooncake-transfer-engine-non-cuda", "mooncake"
-    other = "mooncake-transfer-engine"
+    fitting: Sequence[str]
+    others: Sequence[str]
     if has_gpu:
-        (fitting, extra), other = (other, "mooncake-cuda"), fitting
-    version, wrong = version_of(fitting), version_of(other)
-    if wrong is not None:
-        text = f"{other} {wrong} is installed; {fitting} fits this machine"
-        remedy = f"pip uninstall {other} && pip install 'pdrt[{extra}]'"
-        return warning("mooncake", text, remedy)
-    if version is None:
-        return ok("mooncake", f"not installed (needed between hosts only): pdrt[{extra}] fits here")
-    return ok("mooncake", f"{fitting} {version}")
+        fitting, others = MOONCAKE_CUDA, (MOONCAKE,)
+        extra = "'pdrt[mooncake-cuda]', or 'pdrt[mooncake-cuda13]' where torch has CUDA 13"
+    else:
+        fitting, others, extra = (MOONCAKE,), MOONCAKE_CUDA, "'pdrt[mooncake]'"
+    for other in others:
+        if (wrong := version_of(other)) is not None:
+            text = f"{other} {wrong} is installed; {' or '.join(fitting)} fits this machine"
+            remedy = f"pip uninstall {other} && pip install {extra}"
+            return warning("mooncake", text, remedy)
+    for package in fitting:
+        if (version := version_of(package)) is not None:
+            return ok("mooncake", f"{package} {version}")
+    return ok("mooncake", f"not installed (needed between hosts only): pip install {extra}")
 
 
 def torch(has_gpu: bool) -> list[Finding]:
