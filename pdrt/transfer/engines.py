@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -22,6 +21,7 @@ from pdrt.transfer.mooncake.receiver import MooncakeReceiver
 from pdrt.transfer.mooncake.sender import MooncakeSender
 from pdrt.transfer.tcp.receiver import Place, TcpReceiver
 from pdrt.transfer.tcp.sender import TcpSender
+from pdrt.transfer.tcp.sockets import source_address
 from pdrt.transfer.writable import WritableRooms
 
 log = logging.getLogger(__name__)
@@ -109,13 +109,10 @@ def host_to_dial(config: WorkerConfig) -> str:
     if config.host != ANY_HOST:
         return config.host
     host, port = config.gateway[0].rsplit(":", 1)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, int(port)))  # sends nothing
-        except OSError as error:
-            raise ConfigError(
-                f"no way to the gateway at {host}:{port}: {error}; give --host one address that "
-                "the other workers can reach"
-            ) from error
-        address: str = probe.getsockname()[0]
-        return address
+    try:
+        return source_address(host)
+    except OSError as error:
+        raise ConfigError(
+            f"no way to the gateway at {host}:{port}: {error}; give --host one address that the "
+            "other workers can reach"
+        ) from error

@@ -73,7 +73,7 @@ def dial(address: Address) -> socket.socket:
     except OSError as error:
         is_silent = isinstance(error, TimeoutError)
         why = f"no answer within {DIAL_SECONDS_MAX:g} s" if is_silent else error.strerror or error
-        here = source_address(address.host) or "this host"
+        here = _our_address(address.host)
         raise EngineError(
             f"{where} cannot be reached from {here}: {why}; open TCP port {address.port} there to "
             f"{here} (the decode worker's --data-port chooses it), or give it a --host that is "
@@ -91,6 +91,14 @@ def dial(address: Address) -> socket.socket:
         connection.close()
         raise EngineError(f"{where} turned us away: {_REFUSED[reply]}")
     return connection
+
+
+def _our_address(host: str) -> str:
+    """The one from which `host` is reached, in words."""
+    try:
+        return source_address(host)
+    except OSError:
+        return "this host"
 
 
 class Connection:

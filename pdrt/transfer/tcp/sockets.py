@@ -16,13 +16,14 @@ KEEPALIVE_PROBES = 3
 """A peer whose host is gone is noticed after a minute, where nothing is being sent."""
 
 
-def source_address(host: str) -> str | None:
-    """Of this machine's addresses the one from which `host` is reached; None: there is no way."""
+def source_address(host: str) -> str:
+    """Of this machine's addresses the one from which `host` is reached.
+
+    Raises:
+        OSError: there is no way.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 1))  # sends nothing
-        except OSError:
-            return None
+        probe.connect((host, 1))  # sends nothing
         address: str = probe.getsockname()[0]
         return address
 
