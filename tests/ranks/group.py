@@ -16,9 +16,14 @@ from tests.ranks.stand_in import LeaderStandIn
 from tests.transfer.forked import Forked
 
 
+CODE_MILLISECONDS_MAX = 10_000
+"""From the end of a process to its exit code."""
+
+
 class ForkedChild:
     """A forked process in the place of what `subprocess` starts. Its parent is the fork server, so
-    its exit code takes a moment to get here."""
+    its exit code takes a moment to get here. It is asked for once the process is seen to have
+    ended, and waited for."""
 
     def __init__(self, forked: Forked) -> None:
         self.pid = forked.pid
@@ -27,7 +32,7 @@ class ForkedChild:
     def poll(self) -> int | None:
         poller = select.poll()
         poller.register(self._process.sentinel, select.POLLIN)
-        if poller.poll(0):
+        if poller.poll(CODE_MILLISECONDS_MAX):
             self._process.join()
         return self._process.exitcode
 
