@@ -15,7 +15,6 @@ from tests.ranks.process import PAGES, RankTask
 from tests.ranks.stand_in import LeaderStandIn
 from tests.transfer.forked import Forked
 
-
 CODE_MILLISECONDS_MAX = 10_000
 """From the end of a process to its exit code."""
 
