@@ -6,6 +6,7 @@ Neither has a name or a `/dev/shm` entry: when the last process that maps it die
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 
@@ -78,3 +79,8 @@ class KvPool:
             os.close(self.fd)
             self.fd = None
         self.cuda = None
+
+
+def bytes_at(address: int, size_bytes: int) -> memoryview:
+    """Writable bytes of host memory, which the caller keeps."""
+    return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,7 @@ import msgspec
 import torch
 
 from pdrt.kv.layout import SliceCopy
-from pdrt.kv.pool import KvPool
+from pdrt.kv.pool import KvPool, bytes_at
 from pdrt.protocol.messages import SliceChecksums
 
 
@@ -27,8 +26,7 @@ class _HostBytes:
     """A pool in host memory, without a copy."""
 
     def __init__(self, pool: KvPool) -> None:
-        memory = (ctypes.c_char * pool.size_bytes).from_address(pool.address)
-        self._memory = memoryview(memory).cast("B")
+        self._memory = bytes_at(pool.address, pool.size_bytes)
 
     def read(self, start: int, length: int) -> Any:
         return self._memory[start : start + length]

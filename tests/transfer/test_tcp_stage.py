@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pdrt.transfer.tcp.memory import DeviceStage, bytes_at
+from pdrt.kv.pool import bytes_at
+from pdrt.transfer.tcp.memory import DeviceStage
 
 POOL_BYTES = 4096
 RANGES = [(1000, 300), (16, 8), (2048, 512)]

@@ -6,7 +6,6 @@ that, so that whoever waits for the thread has waited for its copies too.
 
 from __future__ import annotations
 
-import ctypes
 import socket
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,7 +13,7 @@ from typing import Protocol
 import torch
 
 from pdrt.kv.cuda import CopyStream
-from pdrt.kv.pool import KvPool
+from pdrt.kv.pool import KvPool, bytes_at
 from pdrt.transfer.tcp.sockets import receive_all
 from pdrt.transfer.tcp.wire import PIECE_BYTES_MAX
 
@@ -96,8 +95,3 @@ def make_stage(pool: KvPool) -> Stage:
         return HostStage(pool)
     pinned = torch.empty(PIECE_BYTES_MAX, dtype=torch.uint8, pin_memory=True)
     return DeviceStage(pool.address, pinned, CopyStream(pool.cuda.device))
-
-
-def bytes_at(address: int, size_bytes: int) -> memoryview:
-    """Writable bytes of host memory, which the caller keeps."""
-    return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
