@@ -265,7 +265,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Seconds, _doc("how long a request that has begun waits for a decode worker")
     ] = 60.0
     cpus: Annotated[
-        str | None, _doc("cores that it keeps to, as in 0 or 2-5; up names those of prefill")
+        str | None, _doc("cores that it keeps to, as in 0 or 2-5; up names those of all workers")
     ] = None
     shutdown_timeout: Annotated[Seconds, _doc("seconds to finish running requests")] = 30.0
     api: ApiConfig = ApiConfig()
