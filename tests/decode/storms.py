@@ -4,8 +4,6 @@ when the worker heard of it."""
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import random
 import sys
 import threading
@@ -22,6 +20,7 @@ from pdrt.protocol.gateway_messages import Cancel, FinishReason
 from pdrt.protocol.rooms import RoomState
 from pdrt.scheduling.decode_request import DecodeRequest, RequestState
 from tests.decode.deployment import SCHEDULER, Pair, Stream, prompt_of, until
+from tests.descriptors import open_descriptors
 from tests.prefill.executor import StandInExecutor, output_of
 from tests.transfer.copies import CopyGate
 
@@ -96,9 +95,7 @@ class Holdings(msgspec.Struct, frozen=True):
 
 
 def holdings() -> Holdings:
-    gc.collect()
-    fds = len(os.listdir("/proc/self/fd"))
-    return Holdings(fds, threading.active_count(), sys.getallocatedblocks())
+    return Holdings(len(open_descriptors()), threading.active_count(), sys.getallocatedblocks())
 
 
 class Storm:

@@ -26,6 +26,7 @@ from pdrt.transfer.local import LocalReceiver, LocalSender
 from pdrt.transfer.local import _Instance as Instance
 from pdrt.transfer.local_memory import HostDescriptor
 from tests.decode.deployment import HANG_SECONDS, NEVER, until
+from tests.descriptors import open_descriptors
 from tests.transfer import receiver
 from tests.transfer.copies import CopyGate
 from tests.transfer.forked import Forked
@@ -197,10 +198,10 @@ def other_process(remote: Remote, **fields: object) -> Segment:
 
 
 async def refused(writes: Writes, segment: Segment, match: str) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(EngineError, match=match):
         await writes.sender.open(DECODE, 1, [segment])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     with pytest.raises(EngineError):
         writes.write(1, [(0, 0)])
     assert writes.answers[1] == []

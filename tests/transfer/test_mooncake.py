@@ -28,6 +28,7 @@ from pdrt.transfer.mooncake.receiver import MooncakeReceiver
 from pdrt.transfer.mooncake.sender import MooncakeSender
 from pdrt.transfer.mooncake.sockets import listening_ports
 from tests.decode.deployment import NEVER, until
+from tests.descriptors import open_descriptors
 from tests.transfer.mooncake_peers import (
     CONFIG,
     DECODE,
@@ -289,17 +290,17 @@ async def test_what_engines_cost_is_given_back(decode: Decode, prefill: Prefill)
     """Three pairs at a time; and none of them costs more than the bound of the documentation."""
     after: list[tuple[int, int]] = []
     for _ in range(3):
-        before = engine_threads(), len(os.listdir("/proc/self/fd"))
+        before = engine_threads(), len(open_descriptors())
         for generation in range(1, 4):
             await prefill.sender.open(DECODE, generation, [await decode.open(generation)])
             prefill.write(generation, page(0, generation), generation=generation)
             await prefill.settled(generation)
         assert engine_threads() - before[0] <= 6 * 3
-        assert len(os.listdir("/proc/self/fd")) - before[1] <= 6 * 10
+        assert len(open_descriptors()) - before[1] <= 6 * 10
         for generation in range(1, 4):
             await prefill.sender.close_instance(DECODE, generation)
         decode.receiver.close()
-        after.append((engine_threads(), len(os.listdir("/proc/self/fd"))))
+        after.append((engine_threads(), len(open_descriptors())))
     # The first time, some more are made for good.
     assert after[1] == after[2]
 
@@ -370,7 +371,8 @@ async def refused(prefill: Prefill, segment: Segment, match: str) -> None:
     threads = engine_threads()
     with pytest.raises(EngineError, match=match):
         await prefill.sender.open(DECODE, 1, [segment])
-    assert engine_threads() == threads
+    # Threads that were about to end at first may have.
+    await until(lambda: engine_threads() <= threads, "the threads of what was refused")
 
 
 async def test_segments_that_cannot_be_reached(

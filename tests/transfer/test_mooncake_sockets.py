@@ -14,7 +14,7 @@ from pdrt.transfer.mooncake.sockets import (
     open_sockets,
     shut_down_sessions,
 )
-from tests.descriptors import no_more_fds
+from tests.descriptors import no_more_fds, open_descriptors
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def test_only_connections_to_that_port_are_shut_down(listener: socket.socket) ->
         client, server = connection(listener)
         other_client = socket.create_connection(other.getsockname())
         other_server, _ = other.accept()
-        fds = len(os.listdir("/proc/self/fd"))
+        fds = open_descriptors()
         assert shut_down_sessions(port_of(listener)) == {inode(server)}
-        assert len(os.listdir("/proc/self/fd")) == fds
+        assert open_descriptors() == fds
         assert client.recv(1) == b"", "this one has been"
         other_client.sendall(b"x")
         assert other_server.recv(1) == b"x", "that one has not"

@@ -14,7 +14,7 @@ import pytest
 from pdrt.errors import PeerRefused
 from pdrt.protocol.messages import RankProcess
 from pdrt.transfer.processes import ProcessHandle, pid_namespace, start_time, this_process
-from tests.descriptors import no_more_fds
+from tests.descriptors import no_more_fds, open_descriptors
 
 THREADED = """
 import sys, threading
@@ -124,11 +124,11 @@ def test_nonsense_pids_are_refused(pid: int) -> None:
 
 def test_refusals_leak_no_descriptors(child: Child) -> None:
     earlier = msgspec.structs.replace(child.process, start_time=child.process.start_time - 1)
-    before = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     for _ in range(5):
         with pytest.raises(PeerRefused):
             ProcessHandle(earlier)
-    assert os.listdir("/proc/self/fd") == before
+    assert open_descriptors() == before
 
 
 def test_a_command_name_with_parentheses_and_blanks(tmp_path: object) -> None:
@@ -146,7 +146,7 @@ def test_a_command_name_with_parentheses_and_blanks(tmp_path: object) -> None:
 
 def test_too_few_descriptors_say_nothing_about_the_process(child: Child) -> None:
     """Neither for the pidfd, nor for what verifies it; and nothing is left open."""
-    before = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     with no_more_fds(), pytest.raises(OSError, match="Too many open files"):
         ProcessHandle(child.process)
     spare = os.open("/dev/null", os.O_RDONLY)
@@ -154,5 +154,5 @@ def test_too_few_descriptors_say_nothing_about_the_process(child: Child) -> None
         os.close(spare)  # one for the pidfd, none for /proc
         with pytest.raises(OSError, match="Too many open files"):
             ProcessHandle(child.process)
-    assert os.listdir("/proc/self/fd") == before
+    assert open_descriptors() == before
     ProcessHandle(child.process).close()
