@@ -103,6 +103,12 @@ class Deployment:
             await asyncio.sleep(0.01)
         raise AssertionError(f"always ready, or not because {reason}")
 
+    async def heard(self, worker: StandIn) -> None:
+        """All that it has said has been taken, and all that it was told by then is here."""
+        worker.say()
+        seq = worker.register.seq
+        await eventually(lambda: worker.registered and worker.registered[-1].seq >= seq, "heard")
+
     async def known(self, worker: StandIn) -> None:
         await eventually(lambda: worker.registered, "registered")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pdrt.config import ProtocolConfig
@@ -10,7 +12,7 @@ from pdrt.gateway.drains import ASK_SECONDS_MAX, RESEND_SECONDS, Drains
 from pdrt.gateway.registry import Registry, WorkerEvent
 from pdrt.ids import Incarnation
 from pdrt.protocol.gateway_messages import Drain, FinishReason, Gone, Inspect, Role
-from tests.gateway.conftest import Deployment, eventually
+from tests.gateway.conftest import HANG_SECONDS, Deployment, eventually
 from tests.gateway.stand_in import begins, says
 from tests.gateway.workers import DIGEST, GATEWAY, decode
 
@@ -74,14 +76,12 @@ async def test_over_http_and_idempotent(deployment: Deployment) -> None:
     await eventually(lambda: worker.drains, "the worker is asked")
     worker.say(draining=True)
 
-    async def state() -> str:
-        return (await deployment.http.post(f"/workers/{worker.name}/drain")).json()["state"]
-
-    for _ in range(1000):
-        if await state() == "draining":
-            break
+    await deployment.heard(worker)
     asked = len(worker.drains)
-    assert await state() == "draining" and len(worker.drains) == asked
+    answer = await deployment.http.post(f"/workers/{worker.name}/drain")
+    assert answer.json()["state"] == "draining"
+    await deployment.heard(worker)
+    assert len(worker.drains) == asked, "it is asked no more"
     # It takes nothing new.
     answer = await deployment.http.post("/v1/completions", json={"model": "tiny", "prompt": [5]})
     assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
@@ -106,10 +106,9 @@ async def test_what_cannot_be_asked(deployment: Deployment) -> None:
     assert answer.status_code == 401
     first.send(Gone(first.worker))
     first.die()
-    for _ in range(1000):
-        answer = await deployment.http.post(f"/workers/{first.name}/drain")
-        if answer.status_code == 409:
-            break
+    async with asyncio.timeout(HANG_SECONDS):
+        while answer.status_code != 409:
+            answer = await deployment.http.post(f"/workers/{first.name}/drain")
     assert "is lost already" in answer.json()["error"]["message"]
 
 

@@ -11,7 +11,7 @@ from pdrt.gateway.hub import Hub
 from pdrt.ids import short
 from pdrt.observe.metrics import Metrics
 from pdrt.protocol.gateway_messages import Report, Role
-from tests.gateway.conftest import PREFILL_ENDPOINT, Deployment, eventually
+from tests.gateway.conftest import HANG_SECONDS, PREFILL_ENDPOINT, Deployment, eventually
 from tests.gateway.stand_in import says
 
 
@@ -26,8 +26,7 @@ async def test_health_and_readiness(deployment: Deployment) -> None:
     prefill, _ = await deployment.pair()
     assert (await deployment.http.get("/ready")).json() == {"ready": True, "reasons": []}
     prefill.say(healthy=False, reasons=("quarantine full",))
-    seen = len(prefill.registered)
-    await eventually(lambda: len(prefill.registered) > seen, "said")
+    await deployment.heard(prefill)
     response = await deployment.http.get("/ready")
     assert response.status_code == 503
     assert response.json()["reasons"] == [f"prefill {prefill.name}: quarantine full"]
@@ -79,13 +78,11 @@ async def test_status(deployment: Deployment) -> None:
     assert shown["status"] == {"rooms": 0}
     decode.report = Report(decode.worker, 0, b"", b"[" * 10000)
     prefill.die()
-    for _ in range(200):
-        status = (await deployment.http.get("/status")).json()
-        by_role = {worker["role"]: worker for worker in status["workers"]}
-        if by_role["prefill"]["state"] == "lost":
-            break
-        await asyncio.sleep(0.01)
-    assert by_role["prefill"]["state"] == "lost"
+    async with asyncio.timeout(HANG_SECONDS):
+        while by_role["prefill"]["state"] != "lost":
+            await asyncio.sleep(0.01)
+            status = (await deployment.http.get("/status")).json()
+            by_role = {worker["role"]: worker for worker in status["workers"]}
     assert by_role["decode"]["status"] is None
 
 

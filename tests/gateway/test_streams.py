@@ -165,9 +165,8 @@ async def test_a_draining_worker_gets_nothing_new(deployment: Deployment) -> Non
     workers = await two_decodes(deployment)
     for worker in workers:
         worker.on_submit = says(worker, deployment.ids("a"))
-    seen = len(workers[0].registered)
     workers[0].say(draining=True)
-    await eventually(lambda: len(workers[0].registered) > seen + 1, "said")
+    await deployment.heard(workers[0])
     for _ in range(5):
         await deployment.chat()
     assert (len(workers[0].submits), len(workers[1].submits)) == (0, 5)
@@ -231,6 +230,8 @@ async def test_a_client_that_does_not_read_gets_no_credit(deploy: Deploy) -> Non
 
         _, writer = await _ask(deployment, {"stream": True, "max_tokens": tokens_max})
         await eventually(lambda: decode.submits, "submitted")
+        await say_what_is_credited()
+        await eventually(credited, "a first credit")
         quiet_rounds = 0
         while quiet_rounds < 5:
             before = said

@@ -83,13 +83,13 @@ def test_descriptor_is_not_inherited_across_exec(pool: KvPool) -> None:
 def test_close_gives_the_descriptor_back_and_is_idempotent() -> None:
     before = open_descriptors()
     pool = KvPool(LAYOUT, PAGES, CPU)
-    assert len(open_descriptors()) > len(before)
+    assert open_descriptors() - before
     pool.close()
     pool.close()
     assert pool.fd is None
     assert pool.tensor[0].eq(0).all(), "the mapping goes with the tensor, not with the descriptor"
     del pool
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("size_bytes", [2**50, 2**70])
@@ -97,4 +97,4 @@ def test_too_large_names_the_size_and_leaks_nothing(size_bytes: int) -> None:
     before = open_descriptors()
     with pytest.raises(ConfigError, match=r"KV pool of \d+ pages \(\d+ MiB\).*smaller"):
         KvPool(LAYOUT, size_bytes // LAYOUT.page_bytes, CPU)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before

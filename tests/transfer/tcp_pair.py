@@ -29,6 +29,7 @@ from pdrt.transfer.tcp.wire import (
     unpack_reply,
 )
 from pdrt.transfer.writable import AdmitRoom, Verdict, WritableRooms
+from tests.decode.deployment import HANG_SECONDS, NEVER
 
 DECODE = Incarnation(0xD0)
 ENDPOINT = "tcp://127.0.0.1:7001"
@@ -37,7 +38,6 @@ LAYOUT = KvLayout(page_size=16, kv_heads=4, layers=4, head_dim=32, dtype="float3
 SIZE = LAYOUT.page_bytes
 PAGES = 256
 HOST = "127.0.0.1"
-SECONDS_MAX = 30.0
 Answer = tuple[WriteOutcome, str]
 
 
@@ -48,7 +48,7 @@ def make_pool(pages: int = PAGES) -> KvPool:
 class TcpPair:
     """A receiver and a sender, with a pool each; the sender's is full of random numbers."""
 
-    def __init__(self, connections: int = 3, write_seconds_max: float = SECONDS_MAX) -> None:
+    def __init__(self, connections: int = 3, write_seconds_max: float = NEVER) -> None:
         self.source, self.target = make_pool(), make_pool()
         generator = torch.Generator().manual_seed(7)
         self.source.tensor.copy_(torch.rand(self.source.tensor.shape, generator=generator))
@@ -93,7 +93,7 @@ class TcpPair:
 
 
 async def outcome_of(answer: asyncio.Future[Answer]) -> WriteOutcome:
-    outcome, _ = await asyncio.wait_for(answer, SECONDS_MAX)
+    outcome, _ = await asyncio.wait_for(answer, HANG_SECONDS)
     return outcome
 
 
@@ -105,7 +105,7 @@ class Raw:
     """A connection by hand. Blocking: calls belong on threads while the loop is to turn."""
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection((HOST, port), SECONDS_MAX)
+        self.socket = socket.create_connection((HOST, port), HANG_SECONDS)
 
     def greet(self, shown: TcpDescriptor, generation: int = 1, **changes: object) -> Greeted:
         greeting = Greeting(shown.token, shown.segment, DECODE, 0, generation)

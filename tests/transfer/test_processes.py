@@ -14,7 +14,7 @@ import pytest
 from pdrt.errors import PeerRefused
 from pdrt.protocol.messages import RankProcess
 from pdrt.transfer.processes import ProcessHandle, pid_namespace, start_time, this_process
-from tests.descriptors import no_more_fds, open_descriptors
+from tests.descriptors import no_more_fds, one_more_fd, open_descriptors
 
 THREADED = """
 import sys, threading
@@ -128,7 +128,7 @@ def test_refusals_leak_no_descriptors(child: Child) -> None:
     for _ in range(5):
         with pytest.raises(PeerRefused):
             ProcessHandle(earlier)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_command_name_with_parentheses_and_blanks(tmp_path: object) -> None:
@@ -149,10 +149,7 @@ def test_too_few_descriptors_say_nothing_about_the_process(child: Child) -> None
     before = open_descriptors()
     with no_more_fds(), pytest.raises(OSError, match="Too many open files"):
         ProcessHandle(child.process)
-    spare = os.open("/dev/null", os.O_RDONLY)
-    with no_more_fds():
-        os.close(spare)  # one for the pidfd, none for /proc
-        with pytest.raises(OSError, match="Too many open files"):
-            ProcessHandle(child.process)
-    assert open_descriptors() == before
+    with one_more_fd(), pytest.raises(OSError, match="Too many open files"):
+        ProcessHandle(child.process)  # one for the pidfd, none for /proc
+    assert open_descriptors() <= before
     ProcessHandle(child.process).close()

@@ -25,7 +25,7 @@ from pdrt.transfer.tcp.wire import (
     pack_head,
     pack_reply,
 )
-from tests.decode.deployment import until
+from tests.decode.deployment import HANG_SECONDS, until
 from tests.transfer.tcp_pair import (
     DECODE,
     ENDPOINT,
@@ -71,7 +71,7 @@ class Flood:
             return
 
     async def ended(self) -> None:
-        await asyncio.to_thread(self._thread.join, 30)
+        await asyncio.to_thread(self._thread.join, HANG_SECONDS)
         assert not self._thread.is_alive()
 
 
@@ -89,7 +89,7 @@ async def test_nothing_lands_after_the_fence_of_a_writer_that_goes_on(pair: TcpP
     for _ in range(3):
         floods.append(Flood(await greeted(pair, segment), room.serial, 16))
     for flood in floods:
-        assert await asyncio.to_thread(flood.sent.wait, 30)
+        assert await asyncio.to_thread(flood.sent.wait, HANG_SECONDS)
     await pair.receiver.close_segment(ENDPOINT, 1)
     pair.target.tensor.zero_()
     for flood in floods:
@@ -106,7 +106,7 @@ async def test_a_writer_that_stops_within_a_piece_is_fenced(pair: TcpPair) -> No
     room = pair.admit(range(4))
     raw = await greeted(pair, segment)
     raw.socket.sendall(pack_head(room.serial, [(0, 4 * SIZE)], is_last=True) + ONES * SIZE)
-    await asyncio.wait_for(pair.receiver.close_segment(ENDPOINT, 1), 30)
+    await asyncio.wait_for(pair.receiver.close_segment(ENDPOINT, 1), HANG_SECONDS)
     pair.target.tensor.zero_()
     with contextlib.suppress(OSError):  # it may have noticed by now
         raw.socket.sendall(ONES * 3 * SIZE)
@@ -201,7 +201,7 @@ async def test_a_lost_connection_is_unsettled(pair: TcpPair) -> None:
     answer = pair.write(pair.admit([1]), [(1, 1)])
     assert await outcome_of(answer) is UNSETTLED
     assert "broke" in answer.result()[1]
-    await asyncio.wait_for(pair.sender.close_instance(DECODE, 1), 30)
+    await asyncio.wait_for(pair.sender.close_instance(DECODE, 1), HANG_SECONDS)
     deaf.close()
 
 
@@ -213,7 +213,7 @@ async def test_silence_is_unsettled(reads: int) -> None:
     answer = pair.write(pair.admit(range(PAGES)), [(n, n) for n in range(PAGES)])
     assert await outcome_of(answer) is UNSETTLED
     assert "no progress" in answer.result()[1]
-    await asyncio.wait_for(pair.sender.close_instance(DECODE, 1), 30)
+    await asyncio.wait_for(pair.sender.close_instance(DECODE, 1), HANG_SECONDS)
     deaf.close()
     pair.close()
 
@@ -229,18 +229,18 @@ async def test_what_waits_behind_an_unsettled_write_was_not_sent() -> None:
     for connection in [*deaf.kept]:
         connection.close()
     deaf.close()
-    await asyncio.wait_for(pair.sender.close_instance(DECODE, 1), 30)
+    await asyncio.wait_for(pair.sender.close_instance(DECODE, 1), HANG_SECONDS)
     assert await outcome_of(first) is UNSETTLED
     assert await outcome_of(second) is WriteOutcome.FAILED
     pair.close()
 
 
 async def test_closing_does_not_wait_for_a_peer_that_is_silent(pair: TcpPair) -> None:
-    """An instance is destroyed at once, though its writes would have half a minute yet."""
+    """An instance is destroyed at once, though its writes would have years yet."""
     deaf = Deaf(0, hangs_up=False)
     await opened_to(pair, deaf)
     answer = pair.write(pair.admit(range(PAGES)), [(n, n) for n in range(PAGES)])
-    await asyncio.wait_for(pair.sender.close_instance(DECODE, 1), 20)
+    await asyncio.wait_for(pair.sender.close_instance(DECODE, 1), HANG_SECONDS)
     assert await outcome_of(answer) is UNSETTLED
     deaf.close()
 

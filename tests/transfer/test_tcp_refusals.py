@@ -20,13 +20,13 @@ from pdrt.transfer.tcp import connection
 from pdrt.transfer.tcp.receiver import Place, TcpReceiver
 from pdrt.transfer.tcp.wire import PIECE_BYTES_MAX, Greeted, pack_head
 from pdrt.transfer.writable import AdmitRoom, WritableRooms
+from tests.decode.deployment import HANG_SECONDS
 from tests.transfer.tcp_pair import (
     DECODE,
     ENDPOINT,
     HOST,
     OTHER_ENDPOINT,
     PAGES,
-    SECONDS_MAX,
     SIZE,
     Raw,
     TcpPair,
@@ -165,7 +165,7 @@ async def test_a_successor_has_the_port_that_was_asked_for() -> None:
 
 
 async def refused(pair: TcpPair, answer: asyncio.Future[tuple[WriteOutcome, str]]) -> str:
-    outcome, detail = await asyncio.wait_for(answer, SECONDS_MAX)
+    outcome, detail = await asyncio.wait_for(answer, HANG_SECONDS)
     assert outcome is FAILED
     assert is_untouched(pair)
     return detail
@@ -260,6 +260,7 @@ async def test_a_port_without_an_answer_is_named(
     pair: TcpPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a firewall that drops packets: a full backlog answers nothing either."""
+    shown = descriptor_of(await pair.open())
     monkeypatch.setattr(connection, "DIAL_SECONDS_MAX", 0.2)
     with socket.socket() as full:
         full.bind((HOST, 0))
@@ -269,8 +270,8 @@ async def test_a_port_without_an_answer_is_named(
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex((HOST, port))
-        shown = msgspec.structs.replace(descriptor_of(await pair.open()), port=port)
-        segment = Segment(0, "tcp", msgspec.msgpack.encode(shown))
+        there = msgspec.structs.replace(shown, port=port)
+        segment = Segment(0, "tcp", msgspec.msgpack.encode(there))
         with pytest.raises(EngineError, match=rf"{HOST}:{port} .* no answer .*open TCP port"):
             await pair.sender.open(DECODE, 2, [segment])
         for filler in fillers:
@@ -280,11 +281,11 @@ async def test_a_port_without_an_answer_is_named(
 async def test_a_port_of_something_else_is_named(
     pair: TcpPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shown = descriptor_of(await pair.open())
     monkeypatch.setattr(connection, "DIAL_SECONDS_MAX", 0.2)
     with socket.create_server((HOST, 0)) as silent:
-        port = silent.getsockname()[1]
-        shown = msgspec.structs.replace(descriptor_of(await pair.open()), port=port)
-        segment = Segment(0, "tcp", msgspec.msgpack.encode(shown))
+        there = msgspec.structs.replace(shown, port=silent.getsockname()[1])
+        segment = Segment(0, "tcp", msgspec.msgpack.encode(there))
         with pytest.raises(EngineError, match="does not speak the tcp engine's protocol"):
             await pair.sender.open(DECODE, 2, [segment])
 
@@ -309,7 +310,7 @@ async def test_one_rank_out_of_reach_leaves_nothing_open(pair: TcpPair) -> None:
     with pytest.raises(EngineError, match=r"rank 1 .*turned us away"):
         await pair.sender.open(DECODE, 1, [good, bad])
     [segment] = pair.receiver.segments.values()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_SECONDS):
         while segment.connections:
             segment.changed.clear()
             await segment.changed.wait()

@@ -22,6 +22,7 @@ from pdrt.transfer.tcp.outbox import (
     pieces_of,
 )
 from pdrt.transfer.tcp.wire import PIECE_BYTES_MAX, PIECE_RANGES_MAX
+from tests.decode.deployment import HANG_SECONDS
 from tests.transfer.tcp_pair import DECODE, LAYOUT, PAGES, SIZE, TcpPair, outcome_of
 
 COMPLETED = WriteOutcome.COMPLETED
@@ -88,7 +89,7 @@ async def test_an_idle_connection_ends_and_is_dialled_again(
     monkeypatch.setattr(connection, "IDLE_SECONDS", 0.05)
     await pair.open()
     [segment] = pair.receiver.segments.values()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_SECONDS):
         while segment.connections:
             segment.changed.clear()
             await segment.changed.wait()
@@ -102,7 +103,7 @@ async def test_closing_an_instance_leaves_no_connection(pair: TcpPair) -> None:
     [segment] = pair.receiver.segments.values()
     await asyncio.gather(*(pair.write(pair.admit([n]), [(n, n)]) for n in range(20)))
     await pair.sender.close_instance(DECODE, 1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_SECONDS):
         while segment.connections:
             segment.changed.clear()
             await segment.changed.wait()
