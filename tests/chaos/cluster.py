@@ -20,6 +20,7 @@ PROTOCOL = (
 )
 WORKER = (
     *("--dtype", "float32", "--kv-cache-memory-bytes", str(64 * 2**20)),
+    *("--max-model-len", "1024"),  # a pool holds one such sequence of a real, small model too
     *("--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--stream-tokens-max", "48"),
 )
 
