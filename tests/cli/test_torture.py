@@ -57,7 +57,7 @@ async def test_what_a_nurse_says_is_told_from_what_its_party_says() -> None:
     script = f"print('{{\"type\":\"Done\"}}\\n{NURSE_MARK.decode()}stop\\n', end='', flush=True)"
     script += "; input()"
     party = await Party.start("victim", "writer", [sys.executable, "-c", script])
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         await party.stop()
         assert type(await party.answer(object)).__name__ == "Done"  # type: ignore[type-var]
         await party.close()

@@ -360,6 +360,16 @@ class Pair:
         wanted = Sampling(max_tokens=max_tokens, temperature=0.0, **sampling)  # type: ignore[arg-type]
         return self.gateway.submit(self.decode.incarnation, prompt, wanted)
 
+    async def submit_together(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: object
+    ) -> list[Stream]:
+        """All are in the decode worker's pool before any of them grows there."""
+        self.decode_executor.gate.clear()
+        streams = [self.submit(prompt, max_tokens, **sampling) for prompt in prompts]
+        await until(lambda: self.decode.scheduler.running == len(streams), "the landing of all")
+        self.decode_executor.gate.set()
+        return streams
+
     def cancel(self, stream: Stream) -> None:
         self.gateway.cancel(self.decode.incarnation, stream)
 

@@ -137,12 +137,15 @@ class Storm:
         self.dice = dice
 
     async def run(self, waves: int, clients: int, ends: set[FinishReason]) -> list[FinishReason]:
-        """How each of them ended, one of `ends`; what it had been told until then was right."""
+        """So many waves, and on until somebody has ended in each of `ends`. How each of them ended,
+        one of these; what it had been told until then was right."""
         found: list[FinishReason] = []
         async with asyncio.timeout(300):
-            for wave in range(waves):
+            wave = 0
+            while wave < waves or not ends.issubset(found):
                 numbers = range(clients * wave, clients * wave + clients)
                 found += await asyncio.gather(*map(self._client, numbers))
+                wave += 1
         assert set(found) == ends
         await self.pair.deployment.quiet()
         return found

@@ -17,7 +17,15 @@ from pdrt.transfer.engine import WriteRequest
 from pdrt.transfer.local import LocalSender
 from pdrt.transfer.local import _Instance as Instance
 from pdrt.transfer.processes import ProcessHandle
-from tests.decode.deployment import Deployment, GatewayPeer, Pair, deployed, in_use, until
+from tests.decode.deployment import (
+    HANG_SECONDS,
+    Deployment,
+    GatewayPeer,
+    Pair,
+    deployed,
+    in_use,
+    until,
+)
 from tests.decode.deployment import prompt_of as prompt
 from tests.prefill.executor import LAYOUT, StandInExecutor, output_of
 
@@ -53,7 +61,7 @@ class Comparisons:
 
         def digest(data: memoryview) -> int:
             self.waiting += 1
-            assert self._may_go_on.wait(30)
+            assert self._may_go_on.wait(HANG_SECONDS)
             self.waiting -= 1
             return original(data)
 
@@ -216,7 +224,7 @@ async def test_the_writer_dies_while_its_pages_are_compared() -> None:
 
 
 async def test_a_worker_ends_in_the_middle_of_a_comparison() -> None:
-    async with asyncio.timeout(120), deployed(kv_checksum=True) as pair:
+    async with asyncio.timeout(HANG_SECONDS), deployed(kv_checksum=True) as pair:
         comparisons = Comparisons(pair.decode)
         comparisons.close()
         pair.submit(prompt(10), 6)

@@ -24,7 +24,14 @@ from pdrt.transfer.engine import ByteRange, WriteRequest
 from pdrt.transfer.tcp.memory import HostStage, Ranges
 from pdrt.transfer.tcp.receiver import TcpReceiver
 from pdrt.transfer.tcp.sender import TcpSender
-from tests.decode.deployment import Deployment, GatewayPeer, Stream, prompt_of, until
+from tests.decode.deployment import (
+    HANG_SECONDS,
+    Deployment,
+    GatewayPeer,
+    Stream,
+    prompt_of,
+    until,
+)
 from tests.prefill.executor import StandInExecutor, output_of
 
 Flag = Literal["auto", "local", "tcp"]
@@ -87,7 +94,7 @@ class Gate:
 
         def gated(stage: HostStage, connection: socket.socket, ranges: Ranges) -> None:
             self.waiting += 1
-            self._is_open.wait(30)
+            assert self._is_open.wait(HANG_SECONDS)
             self.waiting -= 1
             take(stage, connection, ranges)
 
@@ -240,7 +247,7 @@ async def test_a_writer_that_writes_after_its_lease_has_ended_is_not_let_in() ->
         size = workers.prefill.executor.layout.page_bytes
         request = WriteRequest(past, generation, 0, (ByteRange(0, 0, size),))
         sender.write(request, lambda outcome, detail: answer.set_result(detail))
-        assert "over" in await asyncio.wait_for(answer, 30)
+        assert "over" in await asyncio.wait_for(answer, HANG_SECONDS)
         assert receiver_of(workers.decode).refused_pieces == {"no_room": 1}
         assert "pdrt_refused_writes_total" in workers.decode.view.render().decode()
         assert decode == workers.decode.incarnation

@@ -207,11 +207,14 @@ async def test_deadline(pair: Pair, tokens_before: int, copies: CopyGate) -> Non
         gates[0].clear()
     elif tokens_before == 1:
         copies.close()
+    else:
+        gates[1].clear()
+        for _ in range(tokens_before - 1):  # the first one is prefill's
+            gates[1].step()
     sampling = Sampling(max_tokens=80, temperature=0.0)
     stream = pair.gateway.submit(pair.decode.incarnation, prompt_of(10), sampling, seconds_max=0.3)
     if tokens_before == 3:
         await stream.reach(3)
-        gates[1].clear()
     request = stream.request
     await until(
         lambda: stream.finished or ((r := pair.decode.scheduler.requests.get(request)) and r.ended),
@@ -299,8 +302,9 @@ async def test_malformed_frames_are_counted_and_harm_nobody(pair: Pair) -> None:
         assert pair.gateway.send(pair.prefill.incarnation, frame)
     await until(lambda: pair.prefill.handover.rejected.total() == len(BAD_FRAMES), "all of them")
     await pair.serves()
-    assert pair.decode.links.rejected.total() == len(BAD_FRAMES) - 1
-    assert pair.prefill.links.rejected.total() == len(BAD_FRAMES) - 1
+    for worker in (pair.decode, pair.prefill):
+        await pair.gateway.inspect(worker.incarnation)  # which comes after them
+        assert worker.links.rejected.total() == len(BAD_FRAMES) - 1
     stranger.close()
 
 
@@ -329,6 +333,8 @@ async def test_requests_for_others_change_nothing(pair: Pair) -> None:
     pair.gateway.send(pair.decode.incarnation, encode(other_gateway))
     pair.gateway.send(pair.prefill.incarnation, encode(for_decode))
     await pair.serves()
+    for worker in (pair.decode, pair.prefill):
+        await pair.gateway.inspect(worker.incarnation)  # which comes after them
     assert pair.decode.links.stale == {"other_incarnation": 1, "other_gateway": 1}
     assert pair.prefill.table.stale["not_for_prefill"] == 1
     assert stream.finishes == 1

@@ -86,7 +86,7 @@ async def test_a_room_that_fails_before_has_told_nothing(pair: Pair, copies: Cop
 async def test_a_preempted_request_does_not_ask_again() -> None:
     async with deployed(decode_pages=24, prefill_pages=40) as pair:
         prompts = [prompt_of(20, salt) for salt in range(3)]
-        streams = [pair.submit(prompt, 60, prompt_logprobs=1, logprobs=1) for prompt in prompts]
+        streams = await pair.submit_together(prompts, 60, prompt_logprobs=1, logprobs=1)
         for prompt, stream in zip(prompts, streams, strict=True):
             assert (await stream.end()).reason is FinishReason.LENGTH
             assert stream.scores is not None
@@ -114,7 +114,7 @@ async def test_history_is_what_the_pages_hold() -> None:
     """The stand-in compares the two, in every step and after every preemption."""
     async with deployed(decode_pages=24, prefill_pages=40) as pair:
         prompts = [prompt_of(20, salt) for salt in range(3)]
-        streams = [pair.submit(prompt, 60, presence_penalty=0.5) for prompt in prompts]
+        streams = await pair.submit_together(prompts, 60, presence_penalty=0.5)
         for prompt, stream in zip(prompts, streams, strict=True):
             await stream.end()
             assert stream.tokens == output_of(prompt, 60)
@@ -124,7 +124,7 @@ async def test_history_is_what_the_pages_hold() -> None:
 async def test_one_matcher_for_as_long_as_the_request_is_here() -> None:
     async with deployed(decode_pages=24, prefill_pages=40) as pair:
         prompts = [prompt_of(20, salt) for salt in range(3)]
-        streams = [pair.submit(prompt, 60, grammar=WORD) for prompt in prompts]
+        streams = await pair.submit_together(prompts, 60, grammar=WORD)
         for prompt, stream in zip(prompts, streams, strict=True):
             assert (await stream.end()).reason is FinishReason.LENGTH
             assert stream.tokens == output_of(prompt, 60)
@@ -172,18 +172,22 @@ async def test_a_grammar_that_cannot_be_compiled(pair: Pair, first: str) -> None
     assert stream.finishes == 1
 
 
-async def test_a_grammar_that_cannot_be_followed_any_further(pair: Pair) -> None:
+async def test_a_grammar_that_cannot_be_followed_any_further() -> None:
     """The token of that step is not the model's, and is told to nobody."""
-    stream, other = pair.submit(prompt_of(10), 60, grammar=WORD), pair.submit(prompt_of(9, 1), 60)
-    await until(lambda: len(stream.tokens) > 2, "some tokens")
-    pair.decode.grammars.matcher(stream.request).failure = "its matching takes too long"
-    finished = await stream.end()
-    assert finished.reason is FinishReason.REJECTED
-    assert finished.detail == "its matching takes too long"
-    assert stream.tokens == output_of(prompt_of(10), len(stream.tokens))
-    assert len(stream.tokens) < 60
-    assert (await other.end()).reason is FinishReason.LENGTH
-    await pair.serves()
+    scheduler = msgspec.structs.replace(SCHEDULER, stream_tokens_max=4)
+    async with deployed(scheduler=scheduler) as pair:
+        stream = pair.submit(prompt_of(10), 60, grammar=WORD)
+        other = pair.submit(prompt_of(9, 1), 60)
+        await stream.reach(4)
+        pair.decode.grammars.matcher(stream.request).failure = "its matching takes too long"
+        for each in (stream, other):
+            pair.gateway.credit(pair.decode.incarnation, each, 60)
+        finished = await stream.end()
+        assert finished.reason is FinishReason.REJECTED
+        assert finished.detail == "its matching takes too long"
+        assert stream.tokens == output_of(prompt_of(10), 4)
+        assert (await other.end()).reason is FinishReason.LENGTH
+        await pair.serves()
 
 
 # Time

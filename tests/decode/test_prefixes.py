@@ -132,7 +132,8 @@ async def test_a_preempted_sequence_goes_on_from_its_own_pages(
 ) -> None:
     async with deployed(decode_pages=24, prefill_pages=40) as pair:
         grants = Grants(pair, monkeypatch)
-        streams = [pair.submit(prompt_of(20, salt), 60) for salt in range(1, 4)]
+        prompts = [prompt_of(20, salt) for salt in range(1, 4)]
+        streams = await pair.submit_together(prompts, 60)
         for stream in streams:
             await right(stream)
         resumed = [grant for grant in grants.seen if grant.output_tokens]
@@ -221,7 +222,8 @@ async def test_it_leaves_while_paused() -> None:
 
 
 async def test_it_leaves_while_it_waits_to_come_back() -> None:
-    async with deployed(decode_pages=24, prefill_pages=40) as pair:
+    scheduler = msgspec.structs.replace(SCHEDULER, stream_tokens_max=40)
+    async with deployed(decode_pages=24, prefill_pages=40, scheduler=scheduler) as pair:
         old = pair.submit(PROMPT, 50)
         young = pair.submit(prompt_of(20, 1), 70)
         state = pair.decode.scheduler.requests
@@ -232,6 +234,7 @@ async def test_it_leaves_while_it_waits_to_come_back() -> None:
 
         await until(lambda: young.tokens and waits(young.request), "its preemption")
         await leave(pair, young)
+        pair.gateway.credit(pair.decode.incarnation, old, 50)
         await right(old)
 
 

@@ -15,6 +15,8 @@ from pdrt.model.executor import Executor
 from pdrt.sampling import Sampling
 from tests.model.conftest import LoadExecutor, TinyModel
 
+HANG_SECONDS = 120.0
+
 
 class Device:
     """Stands for what a GPU still has to compute when a forward returns."""
@@ -51,10 +53,10 @@ PROMPT = Row(token_ids=[1, 2], start=0, pages=[0], sampling=Sampling(max_tokens=
 @pytest.mark.parametrize("row", [CHUNK, PROMPT], ids=["no token", "a token"])
 def test_it_waits_for_its_device(executor: Executor, device: Device, row: Row) -> None:
     step = executor._submit([row])
-    assert device.is_asked.wait(30)
+    assert device.is_asked.wait(HANG_SECONDS)
     assert not step.done()
     device.finish()
-    assert (step.result(30).tokens == [None]) == (row is CHUNK)
+    assert (step.result(HANG_SECONDS).tokens == [None]) == (row is CHUNK)
 
 
 def test_a_forward_that_fails_waits_too(
@@ -67,11 +69,11 @@ def test_a_forward_that_fails_waits_too(
 
     monkeypatch.setattr(executor, "forward", forward)
     step = executor._submit([CHUNK])
-    assert device.is_asked.wait(30)
+    assert device.is_asked.wait(HANG_SECONDS)
     assert not step.done()
     device.finish()
     with pytest.raises(MemoryError):
-        step.result(30)
+        step.result(HANG_SECONDS)
 
 
 class Event:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import time
 from pathlib import Path
@@ -14,6 +13,9 @@ from pdrt.model import fetch
 from pdrt.model.fetch import resolve_for_gateway, resolve_model
 from tests.model.conftest import TinyModel
 from tests.model.tiny import write_model
+from tests.transfer.forked import CONTEXT
+
+HANG_SECONDS = 120.0
 
 
 def silent(text: str) -> None:
@@ -130,16 +132,15 @@ def make_slowly(directory: str, source: str, log: str) -> None:
 
 
 def test_processes_that_ask_at_once_make_it_once(tmp_path: Path, tiny_model: TinyModel) -> None:
-    context = multiprocessing.get_context("fork")
     target, log = tmp_path / "cache", tmp_path / "log"
     # What a process that was killed at it left.
     (target / "work-dead" / "tiny").mkdir(parents=True)
     arguments = (str(target), str(tiny_model("llama")), str(log))
-    processes = [context.Process(target=make_slowly, args=arguments) for _ in range(3)]
+    processes = [CONTEXT.Process(target=make_slowly, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(HANG_SECONDS)
         assert process.exitcode == 0
     assert log.read_text() == "made\n"
     assert sorted(path.name for path in target.iterdir()) == ["lock", "tiny"]

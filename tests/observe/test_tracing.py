@@ -6,10 +6,13 @@ import json
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 
 from pdrt.errors import ConfigError
+from pdrt.observe import tracing
 from pdrt.observe.tracing import Tracer, check_tracing
 from tests.observe.collector import Collector
 
@@ -18,6 +21,23 @@ UNSAMPLED = CLIENT[:-1] + "0"
 HANG_SECONDS = 120.0
 
 
+@pytest.fixture(autouse=True)
+def no_exporter_is_left() -> Iterator[None]:
+    """Their threads would open connections and say so in the middle of other tests."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(HANG_SECONDS)
+        assert not thread.is_alive(), thread
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is exported, however long that takes."""
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS_MAX", HANG_SECONDS)
+
+
+@pytest.mark.usefixtures("patient")
 def test_spans_arrive_with_times_parents_and_attributes() -> None:
     collector = Collector()
     tracer = Tracer(collector.url, "gateway", "00d1")
@@ -48,8 +68,10 @@ def test_without_a_valid_parent_a_trace_begins(header: str) -> None:
     traces = {span.traceparent.split("-")[1] for span in (one, two)}
     assert len(traces) == 2
     assert all(int(span.traceparent[-2:], 16) & 1 for span in (one, two)), "sampled"
+    tracer.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_client_that_does_not_sample_is_heeded() -> None:
     collector = Collector()
     tracer = Tracer(collector.url, "gateway", "00d1")
@@ -62,7 +84,10 @@ def test_a_client_that_does_not_sample_is_heeded() -> None:
     assert collector.requests == []
 
 
-def test_a_collector_that_is_away_costs_no_time_and_bounded_memory() -> None:
+def test_a_collector_that_is_away_costs_no_time_and_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "EXPORT_SECONDS_MAX", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}", "decode", "00d1")
         for _ in range(20_000):

@@ -36,6 +36,7 @@ from pdrt.transfer.room_task import (
     RankRoom,
     ToRoom,
 )
+from tests.decode.deployment import HANG_SECONDS
 from tests.ranks.stand_in import LAYOUT
 
 DECODE = Incarnation(0xD0)
@@ -102,7 +103,7 @@ class Rank:
         self.rank.parts = msgspec.structs.replace(parts, open_seconds_max=0.0)
         self.rank.handle(OpenEngine(decode, 1, SEGMENTS))
         self.rank.parts = parts
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             while len(self.said) == said:  # noqa: ASYNC110 (it is told by nothing else)
                 await asyncio.sleep(0)
         return release

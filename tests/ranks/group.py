@@ -15,7 +15,7 @@ from tests.ranks.process import PAGES, RankTask
 from tests.ranks.stand_in import LeaderStandIn
 from tests.transfer.forked import Forked
 
-CODE_MILLISECONDS_MAX = 10_000
+CODE_MILLISECONDS_MAX = 120_000
 """From the end of a process to its exit code."""
 
 

@@ -28,7 +28,14 @@ from pdrt.transfer.rank_messages import HeldRoom
 from pdrt.transfer.tcp.descriptor import TcpDescriptor
 from pdrt.transfer.tcp.wire import Greeted, pack_head
 from pdrt.transfer.writable import AdmitRoom, DismissRoom, Verdict
-from tests.decode.deployment import Deployment, GatewayPeer, Stream, prompt_of, until
+from tests.decode.deployment import (
+    HANG_SECONDS,
+    Deployment,
+    GatewayPeer,
+    Stream,
+    prompt_of,
+    until,
+)
 from tests.prefill.executor import output_of
 from tests.ranks.group import Ranks
 from tests.ranks.stand_in import LAYOUT, ONE_HEAD
@@ -198,7 +205,7 @@ async def finds(pair: Pair, worker: PrefillWorker | DecodeWorker, words: str) ->
     """`/debug/check` says this of rank 1 sooner or later, and nothing of the others."""
     worker._checked_at = math.inf  # what it found by itself would end it
     broken: tuple[str, ...] = ()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_SECONDS):
         while broken != (f"rank 1 and its leader disagree: {words}",):
             broken = (await pair.gateway.inspect(worker.incarnation)).broken
 

@@ -19,7 +19,15 @@ from pdrt.protocol.gateway_messages import FinishReason
 from pdrt.sampling import Sampling
 from pdrt.transfer.processes import ProcessHandle
 from pdrt.transfer.worker_loop import ExitCode
-from tests.decode.deployment import PROTOCOL, Deployment, GatewayPeer, Stream, prompt_of, until
+from tests.decode.deployment import (
+    HANG_SECONDS,
+    PROTOCOL,
+    Deployment,
+    GatewayPeer,
+    Stream,
+    prompt_of,
+    until,
+)
 from tests.prefill.executor import output_of
 from tests.ranks import process
 from tests.ranks.group import Ranks
@@ -85,7 +93,7 @@ async def lone(request: pytest.FixtureRequest) -> AsyncIterator[Lone]:
         await lone.start()
         yield lone
         for forked in lone.ranks.forked:
-            await asyncio.to_thread(forked.process.join, 30)
+            await asyncio.to_thread(forked.process.join, HANG_SECONDS)
             assert not forked.process.is_alive(), "a rank has outlived its leader"
     finally:
         lone.ranks.end()

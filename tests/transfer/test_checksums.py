@@ -24,6 +24,7 @@ from pdrt.transfer.room_task import (
     Transfer,
     rank_room,
 )
+from tests.decode.deployment import HANG_SECONDS
 from tests.protocol.traces import Prefill
 from tests.transfer.test_room_task import ManualSender
 
@@ -111,7 +112,7 @@ class HeldDigest:
 
         def held(data: memoryview) -> int:
             self.threads.add(threading.current_thread().name)
-            assert self.may_go_on.wait(30)
+            assert self.may_go_on.wait(HANG_SECONDS)
             return digest(data)
 
         monkeypatch.setattr(pool.checksums, "_digest", held)

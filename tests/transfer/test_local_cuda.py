@@ -21,7 +21,7 @@ from pdrt.transfer.engine import ByteRange, WriteRequest
 from pdrt.transfer.local import LocalReceiver, LocalSender
 from pdrt.transfer.local_cuda import COPIES_MAX
 from pdrt.transfer.local_memory import CudaDescriptor, LocalDescriptor
-from tests.decode.deployment import NEVER, until
+from tests.decode.deployment import HANG_SECONDS, NEVER, until
 from tests.transfer import receiver
 from tests.transfer.fake_cuda import FakeCuda, FakePool
 from tests.transfer.forked import Forked
@@ -190,7 +190,7 @@ async def test_a_gpu_that_hangs(remote: Remote, cuda: FakeCuda) -> None:
     await asyncio.sleep(0)
     assert not closing.done(), "the copy is still out"
     cuda.let_go()
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(HANG_SECONDS):
         await closing
     assert writes.answers == {1: [UNSETTLED]}
 

@@ -12,6 +12,7 @@ import pytest
 from pdrt.transfer import rank_channel
 from pdrt.transfer.rank_channel import FRAME_BYTES_MAX, LENGTH, RankChannel, encode
 from pdrt.transfer.rank_messages import Alive, Check, Step
+from tests.decode.deployment import HANG_SECONDS
 
 Message = Step | Check | Alive
 
@@ -38,7 +39,7 @@ class Pair:
 
 
 async def until(is_true: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_SECONDS):
         while not is_true():  # noqa: ASYNC110
             await asyncio.sleep(0)
 

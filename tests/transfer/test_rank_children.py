@@ -17,7 +17,7 @@ from pdrt.transfer.processes import ProcessHandle
 from pdrt.transfer.rank_children import RankChild, RankLaunch, spawn_ranks
 from pdrt.transfer.worker_loop import ExitCode
 
-HANG_SECONDS = 60.0
+HANG_SECONDS = 180.0
 
 ECHO = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).sendall(sys.argv[1].encode())"
 LISTEN = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).recv(1)"

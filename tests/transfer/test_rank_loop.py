@@ -28,6 +28,7 @@ from pdrt.transfer.rank_messages import (
 )
 from pdrt.transfer.room_task import Close, ForwardEnded, ForwardStarted, RankRoom, ToRoom
 from pdrt.transfer.worker_loop import ExitCode
+from tests.decode.deployment import HANG_SECONDS
 
 Messages = RankRoom | ToRoom | CloseEngine
 ROOM = RoomId(Incarnation(0xD0), 1)
@@ -90,7 +91,7 @@ class Running:
             self.leader.send(encode(message))
 
     async def until(self, is_true: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_SECONDS):
             while not is_true():
                 assert not self.task.done(), self.task
                 await asyncio.sleep(0.001)
@@ -106,7 +107,7 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     running = Running()
     yield running
     running.leader.close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_SECONDS):
         await running.task
     assert running.rank.is_closed
 
@@ -166,7 +167,7 @@ async def test_it_says_that_it_is_alive(running: Running) -> None:
 async def test_it_ends_with_its_leader(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     await running.until(lambda: running.answers(Alive))
     running.leader.close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_SECONDS):
         assert await running.task is ExitCode.CANNOT_GO_ON
     [ended] = [r for r in caplog.records if r.getMessage() == "worker ends"]
     assert vars(ended)["why"] == "the leader cannot be heard: it has closed its channel"
