@@ -26,7 +26,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 def greedy(**settings: Any) -> dict[str, Any]:
     """Arguments of a greedy completion; what the package does not know goes into the body."""
-    own = {"ignore_eos", "min_tokens", "top_k", "min_p", "stop_token_ids"}
+    own = {"ignore_eos", "min_tokens", "top_k", "min_p", "stop_token_ids", "return_token_ids"}
     extra = {key: settings.pop(key) for key in own & settings.keys()}
     return {"temperature": 0, "extra_body": extra, **settings}
 

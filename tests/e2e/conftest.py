@@ -15,7 +15,7 @@ from tests.e2e.reference import Reference
 from tests.model.tiny import make_tiny_model
 
 POOL_BYTES = str(64 * 2**20)
-TINY_LENGTH = 4096
+TINY_LENGTH = 8192
 REAL_FLAGS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "200000000"),
     # Chunks that end in the middle of a page.
@@ -88,7 +88,9 @@ def _tiny_up(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iter
 
 @pytest.fixture
 def tiny_up(_tiny_up: Deployment) -> Iterator[Deployment]:
-    """The tiny model under `pdrt up`, which kills what hangs for 8 s. Whole after every test."""
+    """The tiny model under `pdrt up`, which kills what hangs for 8 s. Ready before every test, as
+    the one before may have killed a worker and ended without it; whole after every test."""
+    _tiny_up.wait_ready()
     yield _tiny_up
     _tiny_up.wait_whole()
 

@@ -7,9 +7,11 @@ left behind is found whoever its parent is by then.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -31,7 +33,12 @@ HANG_SECONDS = 300.0
 POLL_SECONDS = 0.05
 MARK = "E2E_DEPLOYMENT"
 CPUS = sorted(os.sched_getaffinity(0))
+REST_TOKENS = 3000
+"""Still to be computed of a prompt that something is to happen in the middle of: some tenths of a
+second."""
 Value = TypeVar("Value")
+Sample = tuple[str, dict[str, str], float]
+"""Name, labels and value of a metric."""
 
 _EXEC = """
 import ctypes, os, sys
@@ -45,8 +52,13 @@ live: list[Deployment] = []
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """One that nobody gets by chance before it is used, or while a gateway is started anew: below
+    those that the kernel gives to whoever asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(lowest // 2, lowest)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def wait(look: Callable[[], Value | None], what: str) -> Value:
@@ -253,6 +265,15 @@ class Deployment:
         found = (self.status() or {"workers": []})["workers"]
         return [w for w in found if w["state"] != "lost" and role in (None, w["role"])]
 
+    def reports(self, role: str) -> list[dict[str, Any]]:
+        """What workers say of themselves, once each of them has answered in time."""
+
+        def look() -> list[dict[str, Any]] | None:
+            found = [worker["status"] for worker in self.workers(role)]
+            return None if None in found else found
+
+        return wait(look, f"reports of {role}")
+
     def reasons(self) -> list[str] | None:
         """Why it is not ready; empty when it is; None when nobody answers."""
         answer = self.get("/ready")
@@ -273,7 +294,8 @@ class Deployment:
         """The incarnation of a prefill worker that is in the middle of a long prompt."""
         for worker in self.workers("prefill"):
             for room in (worker["status"] or {"rooms": []})["rooms"]:
-                if room["state"] == "open" and 0 < room["computed"] < 2000:
+                rest = room["tokens"] - room["computed"]
+                if room["state"] == "open" and room["computed"] and rest >= REST_TOKENS:
                     return str(worker["worker"])
         return None
 
@@ -288,15 +310,22 @@ class Deployment:
             and self.is_ready()
         )
 
-    def metrics(self) -> list[tuple[str, dict[str, str], float]]:
-        """Samples of the whole deployment."""
+    def metrics(self) -> list[Sample]:
+        """Samples of the whole deployment: once every worker has answered in time, as a scrape
+        leaves out those that have not."""
+        return wait(self._scrape, "metrics of every worker")
+
+    def _scrape(self) -> list[Sample] | None:
         answer = self.get("/metrics")
         assert answer is not None and answer.status_code == 200
-        return [
+        samples = [
             (sample.name, sample.labels, sample.value)
             for family in text_string_to_metric_families(answer.text)
             for sample in family.samples
         ]
+        known = sum(v for n, at, v in samples if n == "pdrt_workers" and at["state"] != "lost")
+        answered = {labels["worker"] for _, labels, _ in samples if labels["role"] != "gateway"}
+        return samples if len(answered) == known else None
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all samples with these labels."""

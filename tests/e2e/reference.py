@@ -124,6 +124,15 @@ class Reference:
             f"least margin: {min(margins):.2e}"
         )
 
+    def assert_likeliest(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Each token of `output` is the greedy one, given all those before it: the same as
+        `assert_greedy`, for outputs that would take long to generate."""
+        rows = self.logits([*prompt, *output])[len(prompt) - 1 : -1]
+        chosen = rows.gather(1, torch.tensor(output)[:, None])[:, 0]
+        margins = (rows.max(dim=-1).values - chosen).tolist()
+        wrong = [index for index, margin in enumerate(margins) if margin > MARGIN]
+        assert not wrong, f"tokens {wrong[:8]} of {len(output)} are not what the reference says"
+
     def _ends(self, tokens: Sequence[int], ignore_eos: bool) -> bool:
         return not ignore_eos and tokens[-1] in self.eos
 

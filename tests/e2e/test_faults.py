@@ -13,7 +13,13 @@ from tests.e2e.clients import complete
 from tests.e2e.conftest import TINY_FLAGS, Cluster
 from tests.e2e.deployment import HANG_SECONDS, Deployment, until
 from tests.e2e.reference import Reference, words
-from tests.e2e.streams import Streams, assert_serves, stream_without_end
+from tests.e2e.streams import (
+    LASTING_TOKENS,
+    LONG_PROMPT_TOKENS,
+    Streams,
+    assert_serves,
+    stream_without_end,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +27,7 @@ pytestmark = pytest.mark.e2e
 async def test_prefill_killed_in_the_middle_of_a_prompt(
     cluster: Cluster, tiny_reference: Reference
 ) -> None:
-    prompt = words(tiny_reference, 3500, seed=1)
+    prompt = words(tiny_reference, LONG_PROMPT_TOKENS, seed=1)
     before = cluster.metric("pdrt_recomputed_prompt_tokens_total", role="decode")
     async with cluster.client() as client, asyncio.timeout(HANG_SECONDS):
         work = complete(client, cluster.name, prompt, max_tokens=10, ignore_eos=True)
@@ -39,7 +45,7 @@ async def test_the_only_prefill_worker_killed_in_the_middle_of_a_prompt(
     tiny_up: Deployment, tiny_reference: Reference
 ) -> None:
     """A client that comes back when it is told to has its answer after the restart."""
-    prompt = words(tiny_reference, 3500, seed=2)
+    prompt = words(tiny_reference, LONG_PROMPT_TOKENS, seed=2)
     async with tiny_up.client(max_retries=100) as client, asyncio.timeout(HANG_SECONDS):
         work = complete(client, tiny_up.name, prompt, max_tokens=10, ignore_eos=True)
         task = asyncio.create_task(work)
@@ -53,11 +59,12 @@ async def test_the_only_prefill_worker_killed_in_the_middle_of_a_prompt(
 
 async def test_decode_killed_in_mid_stream(cluster: Cluster, tiny_reference: Reference) -> None:
     prompts = [words(tiny_reference, 20 + 9 * n, seed=n) for n in range(8)]
-    async with Streams(cluster) as streams:
+    recomputed = cluster.metric("pdrt_recomputed_prompt_tokens_total", role="gateway")
+    async with Streams(cluster, LASTING_TOKENS) as streams:
         await streams.begin(prompts)
         cluster.processes["decode-0"].kill()
     streams.assert_unharmed(tiny_reference)
-    assert cluster.metric("pdrt_recomputed_prompt_tokens_total", role="gateway") > 0
+    assert cluster.metric("pdrt_recomputed_prompt_tokens_total", role="gateway") > recomputed
 
 
 async def test_gateway_killed_in_mid_stream(cluster: Cluster, tiny_reference: Reference) -> None:
@@ -115,7 +122,7 @@ async def test_decode_stopped_in_mid_stream_and_woken(
     """Its streams go on elsewhere; what it still says of them when it wakes up changes nothing."""
     stopped = cluster.processes["decode-1"]
     prompts = [words(tiny_reference, 20 + n, seed=n) for n in range(6)]
-    async with Streams(cluster) as streams:
+    async with Streams(cluster, LASTING_TOKENS) as streams:
         await streams.begin(prompts)
         stopped.send(signal.SIGSTOP)
         try:
@@ -131,14 +138,15 @@ async def test_decode_stopped_in_mid_stream_and_woken(
 async def test_gateway_stopped_and_woken(cluster: Cluster, tiny_reference: Reference) -> None:
     """Its workers take it for lost and cancel; it was itself asleep, and accuses nobody."""
     gateway = cluster.processes["gateway"]
-    async with Streams(cluster) as streams:
+    workers = [cluster.processes[name] for name in ("decode-0", "decode-1")]
+    loss = f"gateway lost gateway=127.0.0.1:{cluster.worker_port}"
+    before = [worker.text().count(loss) for worker in workers]
+    async with Streams(cluster, LASTING_TOKENS) as streams:
         await streams.begin([words(tiny_reference, 20 + n, seed=n) for n in range(2)])
         gateway.send(signal.SIGSTOP)
         try:
-            for name in ("decode-0", "decode-1"):
-                worker = cluster.processes[name]
-                address = f"127.0.0.1:{cluster.worker_port}"
-                await asyncio.to_thread(worker.wait_for, f"gateway lost gateway={address}")
+            for worker, losses in zip(workers, before, strict=True):
+                await asyncio.to_thread(worker.wait_for, loss, losses + 1)
         finally:
             gateway.send(signal.SIGCONT)
     streams.assert_unharmed(tiny_reference)
