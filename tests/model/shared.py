@@ -32,7 +32,7 @@ from tests.model.rank_process import (
     write_frame,
 )
 
-SECONDS_MAX = 60.0
+SECONDS_MAX = 120.0
 
 
 class RankProcess:
@@ -77,9 +77,7 @@ class Shared:
         self.used: list[RankProcess] = []
         self.executor: Executor | None = None
 
-    def load(
-        self, directory: Path | str, ranks: int, seconds_max: float = SECONDS_MAX, **settings: Any
-    ) -> Executor:
+    def load(self, directory: Path | str, ranks: int, **settings: Any) -> Executor:
         """The leader's executor; the one before it is closed."""
         self.leave()
         settings = {"dtype": "float32", "kv_cache_memory_bytes": POOL_BYTES, **settings}
@@ -89,7 +87,7 @@ class Shared:
             return self.executor
         self._loads += 1
         path = str(self._rendezvous / f"rendezvous-{self._loads}")
-        places = [RankPlace(rank, ranks, path, seconds_max) for rank in range(ranks)]
+        places = [RankPlace(rank, ranks, path, SECONDS_MAX) for rank in range(ranks)]
         self.used = self.others[: ranks - 1]
         for other, place in zip(self.used, places[1:], strict=True):
             other.tell(Load(model, place))

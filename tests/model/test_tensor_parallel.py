@@ -10,9 +10,11 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -238,10 +240,13 @@ def pair(tmp_path: Path) -> Iterator[Shared]:
 
 def test_a_rank_that_is_silent_or_dead_ends_the_step(tmp_path: Path, pair: Shared) -> None:
     directory = write(tmp_path / "model")
-    executor = pair.load(directory, 2, seconds_max=2.0)
+    executor = pair.load(directory, 2)
     rows = [Row([5, 6, 7], 0, [0], GREEDY)]
     assert executor.step_blocking(rows).tokens != [None]
     pair.answers()
+    collectives: Any = executor._collectives
+    collectives._place = msgspec.structs.replace(collectives._place, seconds_max=2.0)
+    collectives._backend.set_timeout(timedelta(seconds=2))
     [other] = pair.others
     os.kill(other.process.pid, signal.SIGSTOP)
     with pytest.raises(RanksLost, match="dead, or has not answered for 2 s"):

@@ -12,7 +12,7 @@ from pdrt.ids import Incarnation
 from pdrt.kv.pages import OwnerKind
 from pdrt.protocol.messages import Drained, FirstToken, Outcome, Reason, Segment
 from pdrt.sampling import Sampling
-from tests.decode.deployment import PROTOCOL, Deployment, GatewayPeer, until
+from tests.decode.deployment import NEVER, Deployment, GatewayPeer, until
 from tests.prefill.executor import LAYOUT, StandInExecutor, next_token, position_value
 from tests.prefill.peer import PAGES, DecodePeer, Prefill
 
@@ -180,14 +180,16 @@ async def test_the_word_of_a_decode_worker_that_is_lost(prefill: Prefill) -> Non
     """Its rooms end; its source pages wait for the forward."""
     deployment = Deployment(GatewayPeer())
     executor = StandInExecutor(PAGES)
-    protocol = msgspec.structs.replace(PROTOCOL, silence_seconds=0.2, tick_late_seconds=0.05)
-    worker = deployment.add_prefill(executor, deployment.config(protocol))
+    worker = deployment.add_prefill(executor, deployment.config())
+    clock = worker.table.peers._silence
     peer = DecodePeer(worker, 0xD0)
     await peer.hello()
     executor.gate.clear()
     await peer.say(peer.make_grant(1, 40))
     await until(lambda: executor.is_running, "prefill")
+    clock._silence_seconds = 0.05
     await until(lambda: any(r.reason for r in worker.table.rooms.values()), "its loss")
+    clock._silence_seconds = NEVER
     assert worker.pages.count(OwnerKind.ROOM) == 10
     executor.gate.set()
     await deployment.quiet()

@@ -28,6 +28,7 @@ from pdrt.protocol.gateway_messages import (
     WorkerToGateway,
 )
 from pdrt.protocol.messages import PROTOCOL_VERSION
+from pdrt.transfer import gateway_link
 from pdrt.transfer.channel import RouterChannel
 from pdrt.transfer.gateway_link import TOKENS_PER_FRAME_MAX, GatewayLinks, Request
 from tests.decode.deployment import PROTOCOL, until
@@ -289,6 +290,11 @@ async def test_the_tokens_of_a_step_go_in_one_frame_to_each_gateway() -> None:
         gateway.channel.close()
 
 
+def records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Of what links have said."""
+    return [record for record in caplog.records if record.name == gateway_link.__name__]
+
+
 async def test_refusal_is_logged_once(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     gateway.refusal = "the table is full"
     worker = Worker(gateway)
@@ -296,7 +302,7 @@ async def test_refusal_is_logged_once(gateway: Gateway, caplog: pytest.LogCaptur
         await until(
             lambda: worker.tick() and len(gateway.seqs) > 5 and worker.links.gateways(), "answers"
         )
-    assert [vars(r)["why"] for r in caplog.records] == ["the table is full"]
+    assert [vars(r)["why"] for r in records(caplog)] == ["the table is full"]
     assert worker.links.gateways()[0]["refusal"] == "the table is full"
     worker.links.close()
 
@@ -309,7 +315,7 @@ async def test_worker_that_nobody_answers_says_so(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         for seconds in (1, 4, 6, 7, 8, 11, 13, 30):
             worker.links.handle_timer(start + seconds)
-    assert [vars(r)["seconds"] for r in caplog.records] == [6, 13, 30]
+    assert [vars(r)["seconds"] for r in records(caplog)] == [6, 13, 30]
     worker.links.close()
     gateway.channel.close()
 

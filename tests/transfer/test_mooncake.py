@@ -239,7 +239,7 @@ async def test_what_cannot_be_seen_to_close_is_destroyed(
     (instance,) = decode.receiver._open.values()
     await decode.receiver.close_segment(ENDPOINT, 1)
     content(decode.pool)[:HALF].zero_()
-    assert engine_threads() < threads
+    await until(lambda: engine_threads() < threads, "the end of its threads")
     writer.go_on()
     assert UNSETTLED.value in await asyncio.to_thread(writer.ask, "end_writes")
     assert not content(decode.pool)[:HALF].any(), "a late byte"
@@ -277,32 +277,39 @@ async def test_an_offer_that_nobody_took_leaves_nothing_behind(
     """Many more of them than there may be tombstones, beside one that is written through."""
     monkeypatch.setattr(receiver_module, "TOMBSTONES_MAX", 1)
     await decode.open(1, "tcp://neighbour:1")
-    ports = listening_ports()
+    ports = listening_ports()  # those of earlier tests may end meanwhile
     for generation in range(1, 6):
         await decode.open(generation)
-        assert listening_ports() > ports
+        assert listening_ports() - ports
         await decode.receiver.close_offer(ENDPOINT, generation)
-        assert listening_ports() == ports
+        assert listening_ports() <= ports
     assert decode.receiver.restart_reason is None
+
+
+async def shrunk_to(threads: int, descriptors: int) -> None:
+    """What was about to end has."""
+    await until(
+        lambda: engine_threads() <= threads and len(open_descriptors()) <= descriptors,
+        f"{threads} threads and {descriptors} descriptors",
+    )
 
 
 async def test_what_engines_cost_is_given_back(decode: Decode, prefill: Prefill) -> None:
     """Three pairs at a time; and none of them costs more than the bound of the documentation."""
     after: list[tuple[int, int]] = []
     for _ in range(3):
-        before = engine_threads(), len(open_descriptors())
+        threads, descriptors = engine_threads(), len(open_descriptors())
         for generation in range(1, 4):
             await prefill.sender.open(DECODE, generation, [await decode.open(generation)])
             prefill.write(generation, page(0, generation), generation=generation)
             await prefill.settled(generation)
-        assert engine_threads() - before[0] <= 6 * 3
-        assert len(open_descriptors()) - before[1] <= 6 * 10
+        await shrunk_to(threads + 6 * 3, descriptors + 6 * 10)
         for generation in range(1, 4):
             await prefill.sender.close_instance(DECODE, generation)
         decode.receiver.close()
+        if after:  # the first time, some more are made for good
+            await shrunk_to(*after[0])
         after.append((engine_threads(), len(open_descriptors())))
-    # The first time, some more are made for good.
-    assert after[1] == after[2]
 
 
 # Settling
