@@ -70,13 +70,14 @@ async def test_preempted_before_its_last_token(monkeypatch: pytest.MonkeyPatch) 
     seen = 0
     async with deployed(decode_pages=12, scheduler=scheduler) as pair:
         grants = Grants(pair, monkeypatch)
-        # Where the two meet is a matter of time: again, until one was preempted just then.
-        for max_tokens in [*range(12, 20)] * 8:
-            if seen:
-                break
+        # Who lands first has one token more than the other: one of these is preempted just then.
+        for max_tokens in range(12, 20):
             grants.seen.clear()
+            pair.decode_executor.gate.clear()
             old = pair.submit(prompt_of(8), 24)
             young = pair.submit(prompt_of(8, max_tokens), max_tokens)
+            await until(lambda: pair.decode.scheduler.running == 2, "the landing of both")
+            pair.decode_executor.gate.set()
             await right(young)
             await right(old)
             for grant in grants.seen:

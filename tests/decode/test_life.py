@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -217,6 +219,7 @@ async def test_inspection_shows_state_and_checks_it(pair: Pair) -> None:
 
 
 async def test_inspection_names_what_is_broken(pair: Pair) -> None:
+    pair.decode._checked_at = math.inf  # what it found by itself would end it
     thief = Owner(OwnerKind.SEQUENCE, "nobody")
     stolen = pair.decode.pages.take(1, thief)
     report = await pair.gateway.inspect(pair.decode.incarnation)

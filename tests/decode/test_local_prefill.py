@@ -174,12 +174,25 @@ async def test_prompts_that_begin_alike_are_computed_once() -> None:
         assert local_tokens(made.decode) == 33 + 2
 
 
+async def beside_a_running_one(made: Alone, max_tokens: int) -> tuple[Stream, Stream]:
+    """One that has its first of `max_tokens` and waits in a step, and one whose prompt is to be
+    computed from the next step on; the executor's gate is closed."""
+    made.executor.gate.clear()
+    running = made.submit(prompt_of(5), max_tokens)
+    await until(lambda: made.executor.is_running, "its prompt")
+    made.executor.gate.step()
+    await running.reach(1)
+    await until(lambda: made.executor.is_running, "the step after it")
+    stream = made.submit(prompt_of(30, salt=1), 2)
+    await until(lambda: made.decode.scheduler.prompts_here, "the other one's admission")
+    return running, stream
+
+
 async def test_running_streams_have_a_token_in_every_step() -> None:
     async with alone() as made:
-        running = made.submit(prompt_of(5), 40)
-        await running.reach(2)
+        running, stream = await beside_a_running_one(made, 40)
         made.executor.steps.clear()
-        stream = made.submit(prompt_of(30, salt=1), 2)
+        made.executor.gate.set()
         await stream.end()
         mixed = [parts for parts in made.parts() if len(parts) > 1]
         assert [parts[0] for parts in mixed] == [1] * len(mixed)
@@ -216,11 +229,7 @@ async def test_its_time_runs_out_in_the_prompt() -> None:
 
 async def test_a_step_that_fails_costs_the_prompt_in_it_alone() -> None:
     async with alone() as made:
-        running = made.submit(prompt_of(5), 30)
-        await running.reach(2)
-        made.executor.gate.clear()
-        stream = made.submit(prompt_of(30, salt=1), 2)
-        await until(lambda: made.decode.scheduler.prompts_here, "its admission")
+        running, stream = await beside_a_running_one(made, 30)
         made.executor.gate.step()
         await until(lambda: any(len(parts) > 1 for parts in made.parts()), "both in one step")
         made.executor.failures = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +54,8 @@ def _taint_nothing(pair: Pair) -> Callable[[], None]:
 async def test_a_check_on_demand_finds_a_broken_table(
     pair: Pair, damage: Callable[[Pair], Callable[[], None]]
 ) -> None:
+    for worker in (pair.decode, pair.prefill):
+        worker._checked_at = math.inf  # what it found by itself would end it
     mend = damage(pair)
     workers = (pair.decode.incarnation, pair.prefill.incarnation)
     reports = [await pair.gateway.inspect(worker) for worker in workers]
@@ -72,8 +75,8 @@ async def test_requests_wait_out_a_leaving_prefill_worker(pair: Pair) -> None:
     pair.prefill.loop._leave()
     second = pair.submit(prompt_of(30), 4)
     await until(lambda: not pair.decode.table.usable_endpoints(), "a prefill worker out of use")
-    (waiting,) = [r for r in pair.decode.scheduler.requests.values() if r.prompt_tokens == 30]
-    assert waiting.rooms_failed == 0
+    await until(lambda: second.request in pair.decode.scheduler.requests, "the second request")
+    assert pair.decode.scheduler.requests[second.request].rooms_failed == 0
     deployment.add_prefill(StandInExecutor(64), deployment.config())
     held.gate.set()
     for stream, prompt in ((first, prompt_of(20)), (second, prompt_of(30))):
