@@ -14,7 +14,7 @@ from tests.e2e.clients import Answer, complete
 from tests.e2e.conftest import TINY_FLAGS, Cluster
 from tests.e2e.deployment import HANG_SECONDS, Deployment, until
 from tests.e2e.reference import Reference, words
-from tests.e2e.streams import Streams, assert_serves
+from tests.e2e.streams import LASTING_TOKENS, Streams, assert_serves
 
 pytestmark = pytest.mark.e2e
 
@@ -99,10 +99,10 @@ async def test_streams_longer_than_the_time_to_finish_go_on_elsewhere(
     cluster: Cluster, tiny_reference: Reference
 ) -> None:
     """The worker leaves after its `--shutdown-timeout`; what it had moves, token for token."""
-    cluster.decode("decode-1", *TINY_FLAGS, "--shutdown-timeout", "0.1")
+    cluster.decode("decode-1", *TINY_FLAGS, "--shutdown-timeout", "0.01")
     await until(cluster.is_complete, "the impatient one")
     recomputed = cluster.metric("pdrt_recomputed_prompt_tokens_total", role="gateway")
-    async with Streams(cluster) as streams:
+    async with Streams(cluster, LASTING_TOKENS) as streams:
         await streams.begin([words(tiny_reference, 40, seed=n) for n in range(6)])
         await asyncio.to_thread(cluster.drain, "decode-1")
         assert await asyncio.to_thread(cluster.processes["decode-1"].wait) == 0
@@ -127,6 +127,7 @@ async def test_the_only_decode_worker_finishes_what_it_has_and_up_starts_it_anew
         assert f"decode {worker['worker']} is gone" in drain.text()
         (successor,) = deployment.workers("decode")
         assert successor["worker"] != worker["worker"]
-        assert "decode-0 left when asked; starting it anew" in deployment.processes["up"].text()
+        left = "decode-0 left when asked; starting it anew"
+        await asyncio.to_thread(deployment.processes["up"].wait_for, left)
         await assert_serves(deployment, tiny_reference)
         await asyncio.to_thread(deployment.wait_whole)
