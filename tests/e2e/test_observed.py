@@ -52,6 +52,11 @@ class Observed:
         text = self.deployment.processes["up"].text()
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
+    def lines_of_request(self) -> dict[str, dict[str, Any]] | None:
+        """By role, once there is one of each."""
+        lines = {at["role"]: at for at in self.lines() if at.get("request_id") == "the-one"}
+        return lines if lines.keys() == {"gateway", "decode", "prefill"} else None
+
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Observed]:
@@ -86,8 +91,7 @@ def test_the_spans_of_a_request_form_one_tree(observed: Observed) -> None:
 
 
 def test_its_log_lines_share_its_id_and_have_the_documented_fields(observed: Observed) -> None:
-    lines = {line["role"]: line for line in observed.lines() if line.get("request_id") == "the-one"}
-    assert set(lines) == {"gateway", "decode", "prefill"}
+    lines = wait(observed.lines_of_request, "a line of each role")
     shared = {"time", "level", "worker", "logger", "message", "outcome", "seconds",
               "prompt_tokens", "cached_tokens"}  # fmt: skip
     assert all(shared <= set(line) for line in lines.values())
