@@ -118,7 +118,8 @@ async def test_too_few_descriptors_for_a_restart(monkeypatch: pytest.MonkeyPatch
             while stage.ended.count("prefill") < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await stage.next_life()
-        assert len(open_descriptors()) <= before
+        while len(open_descriptors()) > before:  # noqa: ASYNC110 (of the lives before it)
+            await asyncio.sleep(0.01)
         stage.stop()
         assert await task == 0
 
