@@ -142,11 +142,11 @@ async def test_a_queue_in_which_nothing_moves(monkeypatch: pytest.MonkeyPatch) -
     """Admission is broken; forwards, heartbeats and probes are not."""
     scheduler = msgspec.structs.replace(SCHEDULER, stall_seconds_max=0.3)
     async with deployed(scheduler=scheduler) as pair:
-        monkeypatch.setattr(pair.decode.admission, "_admit_one", lambda request, now: False)
-        stream = pair.submit(prompt_of(10), 4)
-        reason = await told(pair, pair.decode, healthy=False)
-        assert "while 1 wait" in reason
-        monkeypatch.undo()
+        with monkeypatch.context() as broken:
+            broken.setattr(pair.decode.admission, "_admit_one", lambda request, now: False)
+            stream = pair.submit(prompt_of(10), 4)
+            reason = await told(pair, pair.decode, healthy=False)
+            assert "while 1 wait" in reason
         assert (await stream.end()).reason is FinishReason.LENGTH
         await told(pair, pair.decode, healthy=True)
 
