@@ -163,8 +163,8 @@ async def test_nothing_is_cached_without_a_cache(tools: Deployment) -> None:
 
 
 async def test_a_schema_is_followed_by_preempted_sequences(tools: Deployment) -> None:
-    """Ten answers of some ten pages each, of 64."""
-    schema = journeys(5)
+    """Ten answers of some twenty pages each, of 64."""
+    schema = journeys(10)
     before = tools.metric("pdrt_preemptions_total")
     async with tools.client(max_retries=20) as client, asyncio.timeout(HANG_SECONDS):
         texts = await asyncio.gather(

@@ -15,7 +15,7 @@ from tests.e2e.clients import complete
 from tests.e2e.conftest import TINY_FLAGS
 from tests.e2e.deployment import HANG_SECONDS, Deployment, until
 from tests.e2e.reference import Reference, words
-from tests.e2e.streams import Streams, assert_serves
+from tests.e2e.streams import LONG_PROMPT_TOKENS, Streams, assert_serves
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,8 @@ def _tcp(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 
 @pytest.fixture
 def tcp(_tcp: Deployment) -> Iterator[Deployment]:
-    """Whole after every test."""
+    """Ready before every test, and whole after it."""
+    _tcp.wait_ready()
     yield _tcp
     _tcp.wait_whole()
 
@@ -58,14 +59,14 @@ async def test_answers_are_right_and_the_engine_is_told(
     for role in ("prefill", "decode"):
         assert bytes_by_engine(tcp, role).keys() == {"tcp"}
     assert tcp.metric("pdrt_writers", engine="tcp") == 1
-    [decode] = tcp.workers("decode")
-    [writer] = decode["status"]["writers"]
+    [decode] = tcp.reports("decode")
+    [writer] = decode["writers"]
     assert (writer["state"], writer["engine"]) == ("paired", "tcp")
     assert writer["passed_over"] == [
         "local: decode and prefill do not offer it",
         "mooncake: decode and prefill do not offer it",
     ]
-    assert "a prefill worker writes here" in tcp.logs()
+    tcp.processes["up"].wait_for("a prefill worker writes here")
 
 
 async def test_clients_that_leave_while_pages_are_on_their_way(
@@ -73,7 +74,7 @@ async def test_clients_that_leave_while_pages_are_on_their_way(
 ) -> None:
     """At any moment between grant and first token: both pools come back, without a fence."""
     chance = random.Random(7)
-    fences = tcp.metric("pdrt_fences_total")
+    fences, refused = (tcp.metric(f"pdrt_{n}_total") for n in ("fences", "refused_writes"))
     async with tcp.client() as client, asyncio.timeout(HANG_SECONDS):
         for number in range(ABORTS):
             prompt = words(tiny_reference, 1500, seed=100 + number)
@@ -83,7 +84,7 @@ async def test_clients_that_leave_while_pages_are_on_their_way(
             await asyncio.gather(task, return_exceptions=True)
     await until(lambda: not tcp.troubles(), "whole")
     assert tcp.metric("pdrt_fences_total") == fences
-    assert tcp.metric("pdrt_refused_writes_total") == 0
+    assert tcp.metric("pdrt_refused_writes_total") == refused
     await assert_serves(tcp, tiny_reference)
 
 
@@ -91,7 +92,7 @@ async def test_a_writer_that_dies_is_fenced_by_its_generation(
     tcp: Deployment, tiny_reference: Reference
 ) -> None:
     """Its requests go on with its successor, and what it was writing comes back."""
-    prompt = words(tiny_reference, 3000, seed=5)
+    prompt = words(tiny_reference, LONG_PROMPT_TOKENS, seed=5)
     fences = tcp.metric("pdrt_fences_total", engine="tcp")
     async with tcp.client() as client, asyncio.timeout(HANG_SECONDS):
         task = asyncio.create_task(complete(client, tcp.name, prompt, max_tokens=5))

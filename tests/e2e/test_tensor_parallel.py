@@ -37,7 +37,7 @@ def ranks_of(deployment: Deployment, role: str) -> list[dict[str, Any]]:
     """Of its one worker, once that has reported them."""
 
     def look() -> list[dict[str, Any]] | None:
-        found = [w["status"] for w in deployment.workers(role) if w["status"]]
+        found = deployment.reports(role)
         return found[0]["ranks"] if len(found) == 1 else None
 
     return wait(look, f"the ranks of {role}")
