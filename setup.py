@@ -1,7 +1,8 @@
-"""Builds the CPU kernels: one library per instruction set, each of them optional.
+"""Builds the CPU kernels, one library per instruction set, and the `local` engine's copy, each of
+them optional.
 
 Everything else about the package stands in pyproject.toml. A missing or failing compiler leaves an
-install that works, without the kernels; `pdrt.model.native.library` says so when a worker starts.
+install that works, without them; `pdrt.model.native.library` says so when a worker starts.
 """
 
 from __future__ import annotations
@@ -101,4 +102,16 @@ def kernels() -> list[Extension]:
     ]
 
 
-setup(ext_modules=kernels(), cmdclass={"build_ext": BuildKernels})
+def copy() -> Extension:
+    """Of `pdrt.transfer.host_copy`, for any processor: memcpy chooses its instructions itself."""
+    sources = Path("pdrt", "transfer", "native", "copy.cpp")
+    return Extension(
+        "pdrt.transfer.native.copy",
+        sources=[str(sources)],
+        extra_compile_args=COMMON_FLAGS,
+        language="c++",
+        optional=True,
+    )
+
+
+setup(ext_modules=[*kernels(), copy()], cmdclass={"build_ext": BuildKernels})

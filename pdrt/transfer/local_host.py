@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdrt.errors import EngineError
 from pdrt.kv.pool import KvPool
 from pdrt.transfer.engine import ByteRange
+from pdrt.transfer.host_copy import load_copy
 from pdrt.transfer.local_memory import (
     CudaDescriptor,
     HostDescriptor,
@@ -21,9 +22,10 @@ from pdrt.transfer.local_memory import (
     other_kind,
 )
 from pdrt.transfer.processes import start_time, this_process
+from pdrt.transfer.sending import cut
 
 COPY_BYTES_MAX = 4 * 1024 * 1024
-"""One memcpy; after each, progress is noted for the watchdogs."""
+"""Copied in one call, in about a millisecond; after each, progress is noted for the watchdogs."""
 
 
 class HostMemory:
@@ -35,6 +37,7 @@ class HostMemory:
         self._fd = pool.fd
         self._process = this_process()
         self.size_bytes = pool.size_bytes
+        self._copy_ranges = load_copy()
 
     def describe(self, name: str) -> HostDescriptor:
         """See `Memory.describe`. Every generation is the same memory: what fences is death."""
@@ -50,16 +53,10 @@ class HostMemory:
     def copy(
         self, target: int, ranges: Sequence[ByteRange], on_progress: Callable[[], None]
     ) -> None:
-        """See `Memory.copy`. ctypes lets go of the GIL during each memmove."""
-        source = self._pool.address
-        for piece in ranges:
-            for offset in range(0, piece.length, COPY_BYTES_MAX):
-                ctypes.memmove(
-                    target + piece.target_offset + offset,
-                    source + piece.source_offset + offset,
-                    min(COPY_BYTES_MAX, piece.length - offset),
-                )
-                on_progress()
+        """See `Memory.copy`."""
+        for batch in batches(cut(ranges, COPY_BYTES_MAX), COPY_BYTES_MAX):
+            self._copy_ranges(target, self._pool.address, batch)
+            on_progress()
 
 
 class HostMapping:
@@ -73,6 +70,20 @@ class HostMapping:
     def close(self) -> None:
         """See `Mapping.close`."""
         self._mapping.close()
+
+
+def batches(pieces: Iterable[ByteRange], bytes_max: int) -> Iterator[list[ByteRange]]:
+    """In order, each of at most so many bytes; no piece has more."""
+    batch: list[ByteRange] = []
+    size = 0
+    for piece in pieces:
+        if batch and size + piece.length > bytes_max:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.length
+    if batch:
+        yield batch
 
 
 def _map(descriptor: HostDescriptor) -> mmap.mmap:

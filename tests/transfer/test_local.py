@@ -423,9 +423,11 @@ class OwnTime:
 
 
 async def test_progress_keeps_a_long_queue_from_being_unsettled(
-    remote: Remote, copies: CopyGate
+    remote: Remote, copies: CopyGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than a write may take; then there is none."""
+    # The next copy, which could tell of this one, waits at the gate.
+    monkeypatch.setattr(local, "TELL_SECONDS", 0.0)
     writes = Writes(write_seconds_max=1.5)
     time = OwnTime()
     writes.sender._loop = time  # type: ignore[assignment]
