@@ -24,6 +24,10 @@ NAME = "Tiny/Llama-0.1M_v1.5"
 NOWHERE = "http://127.0.0.1:9"
 """The discard port: nobody listens."""
 
+HANG_SECONDS = 120
+PATIENCE = dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), str(HANG_SECONDS))
+"""Of the client: the hub has no more of a processor than the tests beside it leave."""
+
 RESOLVE = """
 import sys
 from pdrt.errors import ModelError
@@ -46,15 +50,15 @@ class Client:
         self, endpoint: str, name: str = NAME, load_format: str = "auto", **environment: str
     ) -> tuple[Path | None, str]:
         """The directory, if any, and everything that was said."""
-        given = {**os.environ, "HF_HOME": str(self.home), "HF_ENDPOINT": endpoint, **environment}
+        given = {**os.environ, "HF_HOME": str(self.home), "HF_ENDPOINT": endpoint, **PATIENCE}
         result = subprocess.run(
             [sys.executable, "-c", RESOLVE, name, load_format],
-            env=given,
+            env=given | environment,
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=2 * HANG_SECONDS,
         )
         said = result.stdout + result.stderr
         if result.returncode != 0:
