@@ -113,6 +113,7 @@ async def test_while_a_one_token_request_is_prefilled(pair: Pair) -> None:
     stream = pair.submit(prompt_of(40), 1)
     await until(lambda: pair.prefill_executor.is_running, "prefill")
     await cancelled(pair, stream)
+    await until(lambda: any(r.reason for r in pair.prefill.table.rooms.values()), "the Revoke")
     pair.prefill_executor.gate.set()
     await pair.deployment.quiet()
     assert len(pair.prefill_executor.steps) == 1

@@ -184,6 +184,7 @@ async def test_the_client_leaves_while_pages_are_compared() -> None:
         comparisons.close()
         stream = pair.submit(prompt(10), 6)
         await until(lambda: comparisons.waiting, "a comparison")
+        await stream.reach(1)
         assert stream.tokens == output_of(prompt(10), 1), "the first token waits for nothing"
         pair.cancel(stream)
         assert (await stream.end()).reason is FinishReason.CANCELLED
