@@ -7,11 +7,14 @@ Compiled with pdrt (`native/copy.cpp`); where there was no compiler, it goes ran
 from __future__ import annotations
 
 import ctypes
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pdrt.transfer.engine import ByteRange
+
+log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).parent / "native" / "libpdrt_copy.so"
 
@@ -23,7 +26,8 @@ def load_copy(path: Path = LIBRARY) -> CopyRanges:
     """The compiled one if it is there, else one that does the same."""
     try:
         call = ctypes.CDLL(str(path)).pdrt_copy_ranges
-    except (OSError, AttributeError):
+    except (OSError, AttributeError) as error:
+        log.info("no compiled copy: the local engine copies range by range", extra={"why": error})
         return copy_one_by_one
     call.restype = None
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
