@@ -237,9 +237,22 @@ class Deployment:
     ) -> PrefillWorker:
         worker = PrefillWorker(config, executor, children)  # type: ignore[arg-type]
         executor.page_owner = worker.pages.owner
+        self._leave_when_heard(worker)
         self.prefills.append(worker)
         self._runs[worker] = asyncio.create_task(worker.run())
         return worker
+
+    def _leave_when_heard(self, worker: PrefillWorker) -> None:
+        """libzmq drops what a peer has not read when the connection ends. A process's death would
+        tell the peer as much as the last word that was lost; here it is the test's own."""
+        end, endpoint = worker.loop.end, worker.handover.endpoint
+
+        def end_when_heard(code: ExitCode, why: str) -> None:
+            leases = [lease for d in self.decodes for lease in d.table.leases.values()]
+            if why != "left" or all(lease.endpoint != endpoint for lease in leases):
+                end(code, why)  # else it comes back with the next tick
+
+        worker.loop.end = end_when_heard  # type: ignore[method-assign]
 
     def add_decode(
         self, executor: StandInExecutor, config: WorkerConfig, children: Sequence[RankChild] = ()
