@@ -26,7 +26,8 @@ from pdrt.protocol.gateway_messages import Submit
 from pdrt.sampling import Sampling
 from pdrt.transfer.worker_loop import ExitCode
 
-PROMPT_TOKENS = 2048
+PROMPTS = {"control": 512, "control_2k": 2048}
+"""Tokens of the prompt, by row: what one prefill step takes, and four of them."""
 PAGES = 1024
 WARM_UP, HANDOVERS = 20, 200
 PAIRED_SECONDS_MAX = 60.0
@@ -50,24 +51,26 @@ def prefill_process(address: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE)
 
 
-async def measure() -> Figures:
+async def measure(prompt_tokens: int) -> Figures:
     """Milliseconds of one hand-over.
 
     Raises:
         PdrtError: the workers do not find each other, or a request fails.
     """
     with gateway_process() as peer, prefill_process(peer.address):
-        return await _measure(peer)
+        return await _measure(peer, prompt_tokens)
 
 
-async def _measure(peer: Peer) -> Figures:
+async def _measure(peer: Peer, prompt_tokens: int) -> Figures:
     executor = instant_executor(PAGES)
     worker = DecodeWorker(WorkerConfig(gateway=(peer.address,)), executor)  # type: ignore[arg-type]
     running = asyncio.create_task(worker.run())
     try:
         endpoints = await _paired(worker)
         all_timings = [
-            await _hand_over(worker, RequestId(peer.incarnation, serial, 1), endpoints)
+            await _hand_over(
+                worker, RequestId(peer.incarnation, serial, 1), prompt_tokens, endpoints
+            )
             for serial in range(1, WARM_UP + HANDOVERS + 1)
         ]
     finally:
@@ -92,11 +95,11 @@ async def _paired(worker: DecodeWorker) -> tuple[str, ...]:
 
 
 async def _hand_over(
-    worker: DecodeWorker, name: RequestId, endpoints: tuple[str, ...]
+    worker: DecodeWorker, name: RequestId, tokens: int, endpoints: tuple[str, ...]
 ) -> dict[str, float]:
     """Seconds by phase."""
     sampling = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
-    prompt = tuple(1 + (name.serial * PROMPT_TOKENS + n) % 60_000 for n in range(PROMPT_TOKENS))
+    prompt = tuple(1 + (name.serial * tokens + n) % 60_000 for n in range(tokens))
     submit = Submit(name, worker.incarnation, prompt, (), sampling, REQUEST_SECONDS, endpoints)
     worker._on_request(submit)
     request = worker.scheduler.requests.get(name)

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from bars import Document
 from documents import Output, add_flags, finish
+from empty_handover import PROMPTS
 from empty_handover import measure as measure_handover
 from rows import Figures, Row, Take, flat, print_rows, repeat, unclean
 from transfer_party import (
@@ -179,10 +180,12 @@ async def measure_all(options: argparse.Namespace) -> list[Row]:
         rows += await runs_rows(engine, options.repeats)
         rows.append(await prompt_row(engine, options.repeats))
 
-    async def handover(attempt: int) -> Figures:
-        return await measure_handover()
+    for name, tokens in PROMPTS.items():
 
-    rows.append(await repeat("control", handover, (), options.repeats))
+        async def handover(attempt: int, tokens: int = tokens) -> Figures:
+            return await measure_handover(tokens)
+
+        rows.append(await repeat(name, handover, (), options.repeats))
     return rows
 
 
