@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -61,6 +62,9 @@ of a step of 512 (measured: SmolLM2-135M's linear layers, float32, one AVX2 core
 that at any budget."""
 DRAIN_SECONDS_MAX = 5.0
 """What rooms may take to drain at exit, after their time to finish is over."""
+LAST_WORD_SECONDS = 0.2
+"""A worker that leaves stays so long after the end of its last room: libzmq drops what a decode
+worker has not read when the connection ends, and that would then wait for this one's silence."""
 
 
 def run(
@@ -167,6 +171,7 @@ class PrefillWorker:
         )
         self._work = asyncio.Event()
         self._leave_by: float | None = None
+        self._said_at = -math.inf  # the end of a room, last
         self._checked_at = now
 
     @property
@@ -243,6 +248,7 @@ class PrefillWorker:
         self.metrics.count_transfer(engine, end.bytes_written, rank)
 
     def _room_ended(self, drained: Drained) -> None:
+        self._said_at = time.monotonic()
         self.metrics.count_request(drained.outcome.value)
         if drained.reason is None:
             self.liveness.moved()
@@ -352,7 +358,8 @@ class PrefillWorker:
         self._leave_when_done(self._leave_by, now)
 
     def _leave_when_done(self, leave_by: float, now: float) -> None:
-        if not self.table.rooms or now >= leave_by + DRAIN_SECONDS_MAX:
+        is_heard = now - self._said_at >= LAST_WORD_SECONDS
+        if (not self.table.rooms and is_heard) or now >= leave_by + DRAIN_SECONDS_MAX:
             is_full = self.table.peers.is_full
             self.loop.end(ExitCode.CANNOT_GO_ON if is_full else ExitCode.STOPPED, "left")
         elif now >= leave_by:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -11,6 +13,7 @@ import pytest
 from pdrt.ids import Incarnation, RequestId, RoomId, new_incarnation
 from pdrt.kv.pages import OwnerKind
 from pdrt.model.batch import StepResult
+from pdrt.prefill import worker as prefill_worker
 from pdrt.prefill.worker import PrefillWorker
 from pdrt.protocol.codec import encode
 from pdrt.protocol.gateway_messages import FinishReason, Submit
@@ -511,6 +514,25 @@ async def test_a_prefill_worker_leaves(pair: Pair) -> None:
     pair.prefill_executor.gate.set()
     assert (await running.end()).reason is FinishReason.LENGTH
     assert running.tokens == output_of(prompt_of(20), 6)
+    assert await pair.deployment.exit_code(pair.prefill) is ExitCode.STOPPED
+
+
+async def test_a_prefill_worker_stays_until_its_last_word_was_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is unread when the connection ends is lost."""
+    monkeypatch.setattr(prefill_worker, "LAST_WORD_SECONDS", math.inf)
+    pair.prefill_executor.gate.clear()
+    running = pair.submit(prompt_of(20), 6)
+    await until(lambda: pair.prefill_executor.is_running, "prefill")
+    pair.prefill.loop._leave()
+    pair.prefill_executor.gate.set()
+    assert (await running.end()).reason is FinishReason.LENGTH
+    await until(lambda: not pair.prefill.table.rooms, "the end of its room")
+    assert pair.prefill._leave_by is not None
+    pair.prefill._leave_when_done(pair.prefill._leave_by, time.monotonic())
+    assert not pair.prefill.loop.is_ending
+    monkeypatch.setattr(prefill_worker, "LAST_WORD_SECONDS", 0.0)
     assert await pair.deployment.exit_code(pair.prefill) is ExitCode.STOPPED
 
 
