@@ -291,7 +291,7 @@ async def test_children_that_hang_or_are_stopped_are_shown_killed_and_restarted(
 ) -> None:
     monkeypatch.setattr(supervisor, "LAST_CHANCE_SECONDS", 0.5)
     scripts = {"gateway": "0.2", "prefill-0": "1000", "decode-0": "1000"}
-    stage = BeatingStage(scripts, hang_seconds_max=4.0)
+    stage = BeatingStage(scripts, hang_seconds_max=8.0)
     async with running(stage) as task:
         lives = dict([await stage.next_life() for _ in scripts])
         os.kill(lives["decode-0"], signal.SIGSTOP)
@@ -305,7 +305,7 @@ async def test_children_that_hang_or_are_stopped_are_shown_killed_and_restarted(
     for name in ("gateway", "decode-0"):
         silent, killed, died = (
             text.index(f"{name} {what}")
-            for what in ("has been silent for 4 s", "stays silent; killing it", "died (SIGKILL)")
+            for what in ("has been silent for 8 s", "stays silent; killing it", "died (SIGKILL)")
         )
         assert silent < killed < died
     assert "in hangs" in text, "where the loop stood still"
