@@ -2,7 +2,7 @@
 them optional.
 
 Everything else about the package stands in pyproject.toml. A missing or failing compiler leaves an
-install that works, without them; `pdrt.model.native.library` says so when a worker starts.
+install that works, without them; a worker says so when it starts.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from pdrt.errors import EngineError
 from pdrt.kv.pool import KvPool
@@ -22,7 +22,7 @@ from pdrt.transfer.local_memory import (
     other_kind,
 )
 from pdrt.transfer.processes import start_time, this_process
-from pdrt.transfer.sending import cut
+from pdrt.transfer.sending import batches
 
 COPY_BYTES_MAX = 4 * 1024 * 1024
 """Copied in one call, in about a millisecond; after each, progress is noted for the watchdogs."""
@@ -54,7 +54,7 @@ class HostMemory:
         self, target: int, ranges: Sequence[ByteRange], on_progress: Callable[[], None]
     ) -> None:
         """See `Memory.copy`."""
-        for batch in batches(cut(ranges, COPY_BYTES_MAX), COPY_BYTES_MAX):
+        for batch in batches(ranges, COPY_BYTES_MAX):
             self._copy_ranges(target, self._pool.address, batch)
             on_progress()
 
@@ -70,20 +70,6 @@ class HostMapping:
     def close(self) -> None:
         """See `Mapping.close`."""
         self._mapping.close()
-
-
-def batches(pieces: Iterable[ByteRange], bytes_max: int) -> Iterator[list[ByteRange]]:
-    """In order, each of at most so many bytes; no piece has more."""
-    batch: list[ByteRange] = []
-    size = 0
-    for piece in pieces:
-        if batch and size + piece.length > bytes_max:
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece.length
-    if batch:
-        yield batch
 
 
 def _map(descriptor: HostDescriptor) -> mmap.mmap:

@@ -3,6 +3,7 @@ ranges are cut."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -81,3 +82,20 @@ def cut(ranges: Sequence[ByteRange], bytes_max: int) -> Iterator[ByteRange]:
                 whole.target_offset + start,
                 min(bytes_max, whole.length - start),
             )
+
+
+def batches(
+    ranges: Sequence[ByteRange], bytes_max: int, ranges_max: float = math.inf
+) -> Iterator[list[ByteRange]]:
+    """The same, `cut`, in batches that are filled one after another, in order: of at most
+    `bytes_max` together, and so many ranges."""
+    batch: list[ByteRange] = []
+    length = 0
+    for part in cut(ranges, bytes_max):
+        if batch and (length + part.length > bytes_max or len(batch) == ranges_max):
+            yield batch
+            batch, length = [], 0
+        batch.append(part)
+        length += part.length
+    if batch:
+        yield batch

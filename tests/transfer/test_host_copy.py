@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pdrt.transfer.engine import ByteRange
 from pdrt.transfer.host_copy import LIBRARY, CopyRanges, copy_one_by_one, load_copy
-from pdrt.transfer.local_host import batches
-from pdrt.transfer.sending import cut
+from pdrt.transfer.sending import batches, cut
 
 SIZE = 4096
 SOURCE = bytes(n % 251 for n in range(SIZE))
@@ -71,7 +70,7 @@ def test_batches_are_bounded_and_lose_nothing(lengths: list[int], bytes_max: int
     for length in lengths:
         ranges.append(ByteRange(offset, 7 * offset, length))
         offset += length
-    found = list(batches(cut(ranges, bytes_max), bytes_max))
+    found = list(batches(ranges, bytes_max))
     assert all(0 < sum(piece.length for piece in batch) <= bytes_max for batch in found)
     # As many bytes as fit: no two neighbours would have.
     for one, other in itertools.pairwise(found):

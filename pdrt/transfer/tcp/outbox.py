@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import ByteRange, OnSettled
-from pdrt.transfer.sending import cut
+from pdrt.transfer.sending import batches
 from pdrt.transfer.tcp.wire import PIECE_BYTES_MAX, PIECE_RANGES_MAX
 
 BATCH_BYTES_MAX = 8 << 20
@@ -56,17 +56,10 @@ class Piece:
 
 def pieces_of(write: Write, ranges: Sequence[ByteRange]) -> list[Piece]:
     """All of a write, in pieces within the wire's bounds."""
-    pieces: list[Piece] = []
-    held: list[ByteRange] = []
-    length = 0
-    for part in cut(ranges, PIECE_BYTES_MAX):
-        if held and (length + part.length > PIECE_BYTES_MAX or len(held) == PIECE_RANGES_MAX):
-            pieces.append(Piece(write, held, length))
-            held, length = [], 0
-        held.append(part)
-        length += part.length
-    if held:
-        pieces.append(Piece(write, held, length))
+    pieces = [
+        Piece(write, batch, sum(part.length for part in batch))
+        for batch in batches(ranges, PIECE_BYTES_MAX, PIECE_RANGES_MAX)
+    ]
     write.pieces_left = len(pieces)
     return pieces
 
