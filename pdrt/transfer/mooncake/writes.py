@@ -23,8 +23,10 @@ from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import ByteRange
 from pdrt.transfer.sending import cut
 
-RUN_BYTES_MAX = 2 * 1024 * 1024
-"""A transfer costs as much as 100 KB whatever its size; longer ones only delay what is behind."""
+RUN_BYTES_MAX = 384 * 1024
+"""A transfer costs as much as 100 KB whatever its size. What fits into a socket's buffer is sent in
+one call; 2 MB took more than twice the processor time per byte, in calls that fill what little room
+there is (measured over TCP)."""
 WINDOW = 64
 """Transfers out at once per decode rank. The library fails what is queued beyond some 2,000, and
 what waits too long there delays later calls too."""
