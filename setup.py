@@ -28,7 +28,9 @@ COMMON_FLAGS = [
 ]  # fmt: skip
 AVX2 = ("avx2", "fma", "bmi2")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-X86_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": (*AVX512, "avx512_bf16")}
+AVX512BF16 = (*AVX512, "avx512_bf16")
+AMX = (*AVX512BF16, "amx_tile", "amx_bf16")
+X86_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512BF16, "amx": AMX}
 """Instruction sets besides "portable", the compiler's own default, and the flags in /proc/cpuinfo
 of a processor that has them: `INSTRUCTION_SETS` of pdrt/model/native/library.py."""
 
@@ -74,7 +76,7 @@ def isa_of(extension: str) -> str:
 
 def compiler_flags(flags: Sequence[str]) -> list[str]:
     """What turns on the instructions that /proc/cpuinfo names so."""
-    names = [f"-m{flag.replace('_', '')}" for flag in flags]
+    names = [f"-m{flag.replace('_', '-' if flag.startswith('amx') else '')}" for flag in flags]
     return [*names, "-mprefer-vector-width=512"] if "avx512f" in flags else names
 
 

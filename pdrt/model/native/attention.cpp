@@ -92,6 +92,10 @@ void attend_all(const Attention &call) {
     const bool fits_rows = call.pool.head_dim % RowProduct::NUMBERS == 0;
     const std::vector<Task> blocks = block_tasks(call, !fits_rows);
     run_all(static_cast<int>(blocks.size()), [&](int index) {
+        if constexpr (HAS_TILES && std::is_same_v<BlockProduct, Pairs>) {
+            if (Tiles::fits(call.pool.head_dim))
+                return BlockAttention<Tiles, Query, Stored>(call, blocks[index]).attend();
+        }
         BlockAttention<BlockProduct, Query, Stored>(call, blocks[index]).attend();
     });
     if (fits_rows) attend_rows<RowProduct, Query, Stored>(call);

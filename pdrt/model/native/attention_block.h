@@ -4,7 +4,10 @@
 // few rows take it all the way: scores, softmax, sum of values, with the scores in L1.
 #pragma once
 
+#include <type_traits>
+
 #include "attention.h"
+#include "tiles.h"
 
 // Rows that share a block of keys as laid out, at most: makes the laying out cheap beside the
 // products, and lets queries and sums of a head_dim of 64 or 128 stay in L2.
@@ -15,6 +18,12 @@ constexpr int TILE_VECTORS = VECTOR_BYTES == 64 ? 4 : 2;
 // Columns that are laid out together, one row after another: a tile reads memory in order then, and
 // its columns are not all in the same few sets of L1.
 constexpr int TILE_COLUMNS = TILE_VECTORS * LANES;
+
+// `Tiles`: pairs, laid out the same, but multiplied in blocks of rows and columns (tiles.h).
+struct Tiles : Pairs {
+    // Heads whose pairs, and so columns, fill whole blocks.
+    static bool fits(int head_dim) { return head_dim % TILES_COLUMNS == 0; }
+};
 
 enum class Sums { FRESH, ADDED };
 
@@ -53,6 +62,12 @@ template <class Product, Sums SUMS>
 void multiply(const typename Product::Element *a, ptrdiff_t a_stride,
               const typename Product::Element *panel, int depth, int columns, float *sums,
               ptrdiff_t sums_stride) {
+    if constexpr (std::is_same_v<Product, Tiles>) {
+        for (int column = 0; column < columns; column += TILES_COLUMNS)
+            multiply_tiles<SUMS == Sums::ADDED>(a, a_stride, panel + column, TILE_COLUMNS, depth,
+                                                sums + column, sums_stride);
+        return;
+    }
     if (columns == TILE_COLUMNS)
         return multiply_tile<Product, TILE_VECTORS, SUMS>(a, a_stride, panel, depth, sums,
                                                           sums_stride);
@@ -82,9 +97,6 @@ inline void pack_value(Pairs, const Bf16 *value, const Bf16 *next, int columns, 
         to[column] = value[column].bits | static_cast<uint32_t>(next[column].bits) << 16;
 }
 
-// Rows that meet the keys before they meet the values, so that either stays in L1 for some tiles.
-constexpr int SCORED_ROWS = 4 * TILE_ROWS;
-
 // Probabilities as the elements that products take.
 inline const float *pack_probabilities(Singles, const float *scores, int, float *) {
     return scores;
@@ -104,8 +116,10 @@ class BlockAttention {
           rows(task.tokens * task.heads) {}
 
     void attend() {
+        const std::conditional_t<IN_TILES, TilesShape, std::nullptr_t> shape = {};
+        static_cast<void>(shape);
         pack_queries();
-        std::fill_n(out, round_up(rows, TILE_ROWS) * columns, 0.0f);
+        std::fill_n(out, round_up(rows, ROWS) * columns, 0.0f);
         if (columns != head_dim) std::fill(std::begin(values), std::end(values), Element());
         const int end = task.position + task.tokens;
         int first = call.first_key(task.position) / KEY_BLOCK * KEY_BLOCK;
@@ -118,6 +132,13 @@ class BlockAttention {
 
   private:
     using Element = typename Product::Element;
+    static constexpr bool IN_TILES = std::is_same_v<Product, Tiles>;
+    // Of one product: rows, and keys that are summed over at once.
+    static constexpr int ROWS = IN_TILES ? TILES_ROWS : TILE_ROWS;
+    static constexpr int KEYS = IN_TILES ? TILES_DEPTH * Product::WIDTH : Product::WIDTH;
+    // Rows that meet the keys before they meet the values, so that either stays in L1 meanwhile.
+    static constexpr int SCORED_ROWS = IN_TILES ? ROWS : 4 * ROWS;
+    static_assert(BLOCK_ROWS % ROWS == 0 && KEY_BLOCK % KEYS == 0);
     static constexpr int PROBABILITIES = KEY_BLOCK / Product::WIDTH;  // elements of a row's
 
     void pack_queries() {
@@ -126,7 +147,7 @@ class BlockAttention {
             for (int index = 0; index < elements; ++index)
                 queries[row * elements + index] = stored_element(Product(), from, index);
         }
-        const int padded = round_up(rows, TILE_ROWS);
+        const int padded = round_up(rows, ROWS);
         std::fill(queries + rows * elements, queries + padded * elements, Element());
     }
 
@@ -160,7 +181,7 @@ class BlockAttention {
 
     // How many of the block's keys some of a tile's rows see.
     int tile_end(int tile, int first) const {
-        const int last_row = std::min(tile + TILE_ROWS, rows) - 1;
+        const int last_row = std::min(tile + ROWS, rows) - 1;
         const int end = visible_end(last_row, first);
         return end > visible_begin(tile, first) ? end : 0;
     }
@@ -179,7 +200,7 @@ class BlockAttention {
     // Panel by panel, so that it stays in L1 for all rows.
     void score_rows(int first_row, int end_row, int first, float *scores) const {
         for (int column = 0; column < KEY_BLOCK; column += TILE_COLUMNS)
-            for (int tile = first_row; tile < end_row; tile += TILE_ROWS) {
+            for (int tile = first_row; tile < end_row; tile += ROWS) {
                 const int seen = round_up(tile_end(tile, first), LANES) - column;
                 if (seen <= 0) continue;
                 multiply<Product, Sums::FRESH>(
@@ -191,15 +212,15 @@ class BlockAttention {
 
     void add_rows(int first_row, int end_row, int first, const float *scores) {
         alignas(VECTOR_BYTES) Element packed[SCORED_ROWS * PROBABILITIES];
-        const int count = round_up(end_row - first_row, TILE_ROWS) * KEY_BLOCK;
+        const int count = round_up(end_row - first_row, ROWS) * KEY_BLOCK;
         const Element *probabilities = pack_probabilities(Product(), scores, count, packed);
         for (int column = 0; column < columns; column += TILE_COLUMNS)
-            for (int tile = first_row; tile < end_row; tile += TILE_ROWS) {
+            for (int tile = first_row; tile < end_row; tile += ROWS) {
                 const int seen = tile_end(tile, first);
                 if (seen == 0) continue;
                 multiply<Product, Sums::ADDED>(
                     probabilities + (tile - first_row) * PROBABILITIES, PROBABILITIES,
-                    values + column * PROBABILITIES, (seen + Product::WIDTH - 1) / Product::WIDTH,
+                    values + column * PROBABILITIES, round_up(seen, KEYS) / Product::WIDTH,
                     std::min(columns - column, TILE_COLUMNS), out + tile * columns + column,
                     columns);
             }
@@ -212,9 +233,9 @@ class BlockAttention {
         if (factor != 1) multiply_by(out + row * columns, columns, factor);
     }
 
-    // Probabilities are 0 as far as other rows of the tile see keys, and to the end of a vector.
+    // Probabilities are 0 as far as other rows of the tile see keys, and as products take them.
     void exponentiate_row(int row, int first, float *scores) {
-        const int tile_keys = round_up(tile_end(row - row % TILE_ROWS, first), LANES);
+        const int tile_keys = round_up(tile_end(row - row % ROWS, first), std::max(LANES, KEYS));
         const int begin = visible_begin(row, first), end = visible_end(row, first);
         const int filled = begin < end ? round_up(end, LANES) : 0;
         if (filled) take_exponentials(call, scores, end, softmax[row]);
@@ -229,10 +250,11 @@ class BlockAttention {
             value[index] = index < count ? key[index] + sequence.pages.to_value() : NOTHING;
         }
         for (int index = 0; index < KEY_BLOCK; index += LANES) transpose_keys(key + index, index);
+        const int packed = round_up(count, KEYS);
         for (int column = 0; column < head_dim; column += TILE_COLUMNS) {
             Element *to = values + column * PROBABILITIES;
             const int width = std::min(head_dim - column, TILE_COLUMNS);
-            for (int index = 0; index < count; index += Product::WIDTH, to += TILE_COLUMNS)
+            for (int index = 0; index < packed; index += Product::WIDTH, to += TILE_COLUMNS)
                 pack_value(Product(), value[index] + column,
                            value[index + Product::WIDTH - 1] + column, width, to);
         }

@@ -31,8 +31,10 @@ typedef struct {
     const int64_t *slots;    // (tokens) page * page_size + offset: where a token's KV goes
 } PdrtStep;
 
-// What the library was built for: "portable", "avx2", "avx512" or "avx512bf16".
+// What the library was built for: "portable", "avx2", "avx512", "avx512bf16" or "amx".
 const char *pdrt_isa(void);
+// Asks the system for what those instructions need, once before any other call. 0, or an errno.
+int pdrt_enable(void);
 // Which version of this file it was built from: the start of the file's SHA-256.
 const char *pdrt_interface(void);
 

@@ -17,6 +17,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from os import strerror
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ INTERFACE_BYTES = 16
 """Of the hash that tells one version of kernels.h from another, in hexadecimal."""
 
 _AVX512 = frozenset({"avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
+_AVX512BF16 = _AVX512 | {"avx512_bf16"}
 INSTRUCTION_SETS = {
-    "avx512bf16": _AVX512 | {"avx512_bf16"},
+    "amx": _AVX512BF16 | {"amx_tile", "amx_bf16"},
+    "avx512bf16": _AVX512BF16,
     "avx512": _AVX512,
     "avx2": frozenset({"avx2", "fma", "bmi2"}),
     "portable": frozenset[str](),
@@ -71,6 +74,7 @@ _POOL, _STEP, _INT, _LONG, _REAL, _DATA = (
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pdrt_isa": (c_char_p, ()),
     "pdrt_interface": (c_char_p, ()),
+    "pdrt_enable": (c_int, ()),
     "pdrt_attend": (
         c_int,
         (_POOL, _STEP, _INT, _INT, _INT, _DATA, _LONG, _DATA, _LONG, _REAL, _REAL, _INT),
@@ -164,7 +168,8 @@ def open_kernels(path: Path) -> Kernels:
     """Load one library and declare its functions.
 
     Raises:
-        KernelsUnusableError: it does not load, or was built from another version of kernels.h.
+        KernelsUnusableError: it does not load, was built from another version of kernels.h, or the
+            system does not let its instructions be used.
     """
     runtime = find_openmp(Path("/proc/self/maps").read_text())
     if runtime is None:
@@ -179,6 +184,8 @@ def open_kernels(path: Path) -> Kernels:
     built_from, expected = lib.pdrt_interface().decode(), interface_version()
     if built_from != expected:
         raise KernelsUnusableError(f"{path} was built from other sources; install pdrt again")
+    if refused := lib.pdrt_enable():
+        raise KernelsUnusableError(f"Linux does not give them their registers: {strerror(refused)}")
     return Kernels(lib, lib.pdrt_isa().decode())
 
 

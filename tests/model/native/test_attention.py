@@ -20,17 +20,21 @@ MIXED = ((0, 1), (17, 1), (63, 1), (64, 1), (200, 1), (0, 2), (0, 70), (5, 33), 
 """Decode rows and chunks, at the edges of pages and of blocks of keys."""
 LONG = ((1023, 1), (1024, 1), (2600, 1), (3000, 40))
 """Around the parts that a long sequence is attended in."""
-LIBRARIES = [*usable_libraries(), "wide", "pairs"]
+LIBRARIES = [*usable_libraries(), "wide", "pairs", "tiles"]
+EMULATE_PAIRS, EMULATE_TILES = "-DPDRT_EMULATE_BF16_PAIRS", "-DPDRT_EMULATE_TILES"
 
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def kernels(request: pytest.FixtureRequest, build_wide_kernels: BuildKernels) -> Kernels:
-    """Each library; the AVX-512 width; and that with products of bfloat16 pairs, emulated."""
+    """Each library; the AVX-512 width; and that with products of bfloat16 pairs, of single ones and
+    of tiles, emulated."""
     match request.param:
         case "wide":
             return build_wide_kernels(["attention"])
         case "pairs":
-            return build_wide_kernels(["attention"], ["-DPDRT_EMULATE_BF16_PAIRS"])
+            return build_wide_kernels(["attention"], [EMULATE_PAIRS])
+        case "tiles":
+            return build_wide_kernels(["attention"], [EMULATE_PAIRS, EMULATE_TILES])
         case isa:
             return open_kernels(library_path(isa))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ from tests.model.native.conftest import usable_libraries
 pytestmark = pytest.mark.skipif(not usable_libraries(), reason="no kernels were built")
 
 
-def build(folder: Path, isa: str, interface: str, more_source: str = "") -> Path:
+def build(
+    folder: Path, isa: str, interface: str, more_source: str = "", flags: Sequence[str] = ()
+) -> Path:
     """A library that only says what it is."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
@@ -36,7 +39,7 @@ def build(folder: Path, isa: str, interface: str, more_source: str = "") -> Path
     source = folder / f"{isa}.cpp"
     source.write_text(f'#include "library.cpp"\n{more_source}')
     definitions = [f'-DPDRT_ISA="{isa}"', f'-DPDRT_INTERFACE="{interface}"']
-    command = ["g++", "-shared", "-fPIC", f"-I{FOLDER}", *definitions, str(source)]
+    command = ["g++", "-shared", "-fPIC", f"-I{FOLDER}", *definitions, *flags, str(source)]
     subprocess.run([*command, "-o", str(path)], check=True)
     return path
 
@@ -78,7 +81,7 @@ def test_the_self_test_calls_every_function() -> None:
 
     kernels = open_kernels(library_path("portable"))
     check_kernels(Kernels(Spy(kernels.lib), kernels.isa))  # type: ignore[arg-type]
-    assert called == FUNCTIONS.keys() - {"pdrt_isa", "pdrt_interface"}
+    assert called == FUNCTIONS.keys() - {"pdrt_isa", "pdrt_interface", "pdrt_enable"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -134,6 +137,20 @@ def test_one_that_does_not_load_gives_way(tmp_path: Path, caplog: pytest.LogCapt
     assert kernels.isa == "portable"
     assert "kernels for avx2 are not used" in caplog.text
     assert "nobody_has_this" in caplog.text
+
+
+def test_one_that_the_system_refuses_gives_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Linux may refuse AMX's registers: 28 is ENOSPC, of a thread's stack for signals."""
+    refuses = '#undef pdrt_enable\nextern "C" int pdrt_enable(void) { return 28; }'
+    build(tmp_path, "avx2", interface_version(), refuses, ["-Dpdrt_enable=other"])
+    build(tmp_path, "portable", interface_version())
+    kernels = load_kernels(INSTRUCTION_SETS["avx2"], tmp_path)
+    assert kernels is not None
+    assert kernels.isa == "portable"
+    assert "kernels for avx2 are not used: Linux does not give them" in caplog.text
+    assert "No space left" in caplog.text
 
 
 def test_a_file_that_is_no_library(tmp_path: Path) -> None:
