@@ -15,7 +15,7 @@ from torch import nn
 from pdrt.config import ModelConfig
 from pdrt.errors import ConfigError, ModelError
 from pdrt.model import attention
-from pdrt.model.quantization import transformers_config
+from pdrt.model.quantization import spare_odd_shapes, transformers_config
 from pdrt.model.shard_weights import cut, cut_head, read_parts
 from pdrt.model.sharding import Shard, local_config
 
@@ -93,6 +93,7 @@ def _read_weights(
             output_loading_info=True,
             **settings,
         )
+    spare_odd_shapes(module)
     return _complete(module, report, directory)
 
 

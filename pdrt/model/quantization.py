@@ -7,6 +7,8 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from pdrt.errors import ConfigError, ModelError
 
 KINDS: Mapping[str, str] = {"int8": "torchao", "nf4": "bitsandbytes"}
@@ -23,6 +25,10 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "torchao": ("torchao",),
 }
 """What a checkpoint may be quantized with, and the packages that transformers reads it with."""
+
+
+PACKED_OUTPUTS = 32
+"""Of a layer, which bitsandbytes lays out together."""
 
 
 def check_quantization(config: Mapping[str, Any], quantization: str | None) -> None:
@@ -85,6 +91,19 @@ def transformers_config(quantization: str, dtype: str) -> Any:
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
             )
     raise AssertionError(f"{quantization} is in KINDS")
+
+
+def spare_odd_shapes(module: nn.Module) -> None:
+    """On a processor with AVX512-BF16, bitsandbytes (0.50) lays weights out anew in the first
+    forward, and fails where a row does not divide into its blocks. Those it computes as on other
+    processors."""
+    for part in module.modules():
+        layer: Any = part
+        if getattr(layer, "support_avx512bf16_for_cpu", False):
+            inputs, outputs = layer.in_features, layer.out_features
+            layer.support_avx512bf16_for_cpu = not (
+                inputs % layer.weight.blocksize or inputs % 2 or outputs % PACKED_OUTPUTS
+            )
 
 
 def _check_method(method: str) -> None:

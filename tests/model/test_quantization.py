@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from pdrt.errors import ConfigError, ModelError
 from pdrt.model import quantization
-from pdrt.model.quantization import KINDS, METHODS, check_quantization, transformers_config
+from pdrt.model.quantization import (
+    KINDS,
+    METHODS,
+    check_quantization,
+    spare_odd_shapes,
+    transformers_config,
+)
 from tests.model.conftest import LoadExecutor, TinyModel
 from tests.model.test_families import generate
 from tests.model.tiny import write_model
@@ -28,6 +34,14 @@ def needs(package: str) -> pytest.MarkDecorator:
 KIND_PARAMS = [
     pytest.param(kind, id=kind, marks=needs(package)) for kind, package in sorted(KINDS.items())
 ]
+
+
+@pytest.fixture
+def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor with AVX512-BF16, bitsandbytes rounds activations to bfloat16, and what is the
+    same but for float32's rounding comes out different."""
+    if importlib.util.find_spec("bitsandbytes"):
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
 @pytest.fixture
@@ -92,6 +106,7 @@ def check_logits(executor: Any, reference: Any) -> None:
         torch.testing.assert_close(actual, expected[run.prompt - 1 :], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.usefixtures("as_elsewhere")
 @pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_a_kind_computes_what_transformers_does(
     tmp_path: Path, load_executor: LoadExecutor, kind: str
@@ -113,6 +128,15 @@ def test_a_kind_computes_what_transformers_does(
 
 
 @pytest.mark.parametrize("kind", KIND_PARAMS)
+def test_a_width_that_fills_no_block(
+    tmp_path: Path, load_executor: LoadExecutor, kind: str
+) -> None:
+    write_model(tmp_path, "Qwen2Config", {"intermediate_size": 80})
+    executor = load_executor(tmp_path, page_size=4, quantization=kind)
+    assert all(torch.isfinite(run.logits[-1]).all() for run in generate(executor))
+
+
+@pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_experts_and_bfloat16(tmp_path: Path, load_executor: LoadExecutor, kind: str) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     write_model(tmp_path, "Qwen3MoeConfig", experts, dtype=torch.bfloat16)
@@ -121,6 +145,25 @@ def test_experts_and_bfloat16(tmp_path: Path, load_executor: LoadExecutor, kind:
     assert all(torch.isfinite(run.logits[-1]).all() for run in generate(executor))
 
 
+class Layer(torch.nn.Linear):
+    """As bitsandbytes' on a processor with AVX512-BF16."""
+
+    support_avx512bf16_for_cpu = True
+
+    def __init__(self, inputs: int, outputs: int, blocksize: int) -> None:
+        super().__init__(inputs, outputs)
+        self.weight.blocksize = blocksize  # type: ignore[attr-defined]
+
+
+def test_what_bitsandbytes_cannot_lay_out_anew() -> None:
+    shapes = [(64, 32, 64), (96, 32, 64), (64, 48, 64), (96, 64, 32)]
+    model = torch.nn.Sequential(*(Layer(*shape) for shape in shapes), torch.nn.Linear(3, 3))
+    spare_odd_shapes(model)
+    kept = [layer.support_avx512bf16_for_cpu for layer in model if isinstance(layer, Layer)]
+    assert kept == [True, False, False, True]
+
+
+@pytest.mark.usefixtures("as_elsewhere")
 @needs("bitsandbytes")
 def test_a_checkpoint_that_is_quantized_already(
     tmp_path: Path, tiny_model: TinyModel, load_executor: LoadExecutor
