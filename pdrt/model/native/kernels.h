@@ -13,7 +13,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-enum PdrtType { PDRT_F32 = 0, PDRT_BF16 = 1 };
+enum PdrtType { PDRT_F32 = 0, PDRT_BF16 = 1, PDRT_PAIRS = 2 };
 enum PdrtGate { PDRT_SILU = 0, PDRT_GELU_TANH = 1 };
 
 typedef struct {
@@ -76,15 +76,17 @@ void pdrt_add_rms_norm(float *residual, int32_t type, const void *add, const flo
 void pdrt_gate(int32_t type, int32_t kind, const void *gate_up, void *out, int32_t rows,
                int32_t width);
 
-// Linear layers over weights of `type`, packed once, computed in float.
+// Linear layers over weights of `type`, packed once, computed in float from x and to out of float.
+// PDRT_PAIRS, of linear layers only: bfloat16, as x and out are then, multiplied as such; inputs are
+// a multiple of 32, x_stride of 2. Only libraries with vectors of 64 bytes take it.
 int64_t pdrt_packed_bytes(int32_t type, int32_t inputs, int32_t outputs);  // 64-byte aligned
 // weight: (outputs, inputs) of `type`, row-major, goes to rows [at, at + outputs) of a packed
 // matrix of `total` outputs: how fused layers are packed without being concatenated first.
 int pdrt_pack(int32_t type, const void *weight, int32_t inputs, int32_t outputs, void *packed,
               int32_t at, int32_t total);
 // out = x @ weight.T + bias (where bias is not NULL). x: (rows, inputs), out: (rows, outputs).
-void pdrt_linear(int32_t type, const void *packed, const float *bias, const float *x,
-                 int64_t x_stride, float *out, int64_t out_stride, int32_t rows, int32_t inputs,
+void pdrt_linear(int32_t type, const void *packed, const float *bias, const void *x,
+                 int64_t x_stride, void *out, int64_t out_stride, int32_t rows, int32_t inputs,
                  int32_t outputs);
 // out[i] = scale * row ids[i] of a packed matrix: the embedding of a tied head.
 void pdrt_packed_rows(int32_t type, const void *packed, const int64_t *ids, float *out,

@@ -33,14 +33,18 @@ INTERFACE_BYTES = 16
 
 _AVX512 = frozenset({"avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
 _AVX512BF16 = _AVX512 | {"avx512_bf16"}
+AMX = "amx"
 INSTRUCTION_SETS = {
-    "amx": _AVX512BF16 | {"amx_tile", "amx_bf16"},
+    AMX: _AVX512BF16 | {"amx_tile", "amx_bf16"},
     "avx512bf16": _AVX512BF16,
     "avx512": _AVX512,
     "avx2": frozenset({"avx2", "fma", "bmi2"}),
     "portable": frozenset[str](),
 }
 """Flags of /proc/cpuinfo that each library needs, the best first."""
+
+PAIRS_CODE = 2
+"""PDRT_PAIRS, beside those of `dtype_code`: of linear layers that are bfloat16 throughout."""
 
 WITHOUT_KERNELS = (
     "no compiled kernels: %s; attention and linear layers are plain PyTorch, several times "

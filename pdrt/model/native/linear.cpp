@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "kernels.h"
+#include "linear_pairs.h"
 #include "linear_tile.h"
 
 namespace {
@@ -218,11 +219,15 @@ int row_parts(int tiles, int panels, int threads) {
     return best;
 }
 
+template <class Any>
+int threads_for(const Any &layer) {
+    const int64_t work = static_cast<int64_t>(layer.rows) * layer.inputs * layer.outputs;
+    return static_cast<int>(std::min<int64_t>(omp_get_max_threads(), 1 + work / THREAD_WORK));
+}
+
 template <class Weight>
 void run(const Layer &layer) {
-    const int64_t work = static_cast<int64_t>(layer.rows) * layer.inputs * layer.outputs;
-    const int threads =
-        static_cast<int>(std::min<int64_t>(omp_get_max_threads(), 1 + work / THREAD_WORK));
+    const int threads = threads_for(layer);
     const Range rows = {0, layer.rows}, panels = {0, layer.panels()};
     const int along_rows = row_parts(tiles_of(rows), panels.size(), threads);
     const int along_panels = threads / along_rows;
@@ -237,15 +242,29 @@ void run(const Layer &layer) {
     }
 }
 
+void run_pairs(const PairLayer &layer) {
+    const int threads = threads_for(layer), panels = layer.panels();
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (int index = 0; index < threads; ++index)
+        compute_panels(layer, split(panels, index, threads), split(panels, index + 1, threads));
+}
+
 }  // namespace
 
 extern "C" {
 
-void pdrt_linear(int32_t type, const void *packed, const float *bias, const float *x,
-                 int64_t x_stride, float *out, int64_t out_stride, int32_t rows, int32_t inputs,
+void pdrt_linear(int32_t type, const void *packed, const float *bias, const void *x,
+                 int64_t x_stride, void *out, int64_t out_stride, int32_t rows, int32_t inputs,
                  int32_t outputs) {
     if (rows < 1) return;
-    const Layer layer = {packed, bias, x, x_stride, out, out_stride, rows, inputs, outputs};
+    if (type == PDRT_PAIRS) {
+        if constexpr (HAS_PAIR_LAYERS)
+            run_pairs({static_cast<const uint32_t *>(packed), bias, static_cast<const Bf16 *>(x),
+                       x_stride, static_cast<Bf16 *>(out), out_stride, rows, inputs, outputs});
+        return;
+    }
+    const Layer layer = {packed, bias, static_cast<const float *>(x), x_stride,
+                         static_cast<float *>(out), out_stride, rows, inputs, outputs};
     if (type == PDRT_F32)
         run<float>(layer);
     else

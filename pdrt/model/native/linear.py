@@ -2,9 +2,9 @@
 
 Three kinds stand behind one protocol, and `choose_linear` says which:
 
-- `NativeLinear`, our kernels: float32, and bfloat16 where the processor has no instructions for it
-  (stored so, computed in float32);
-- `MkldnnLinear`, oneDNN's prepacked layers: bfloat16 where the processor does have them;
+- `NativeLinear`, our kernels: float32, bfloat16 where the processor has no instructions for it
+  (stored so, computed in float32), and bfloat16 throughout where it has AMX;
+- `MkldnnLinear`, oneDNN's prepacked layers: bfloat16 where the processor has other instructions;
 - `TorchLinear`, plain `torch.nn.functional.linear`: everything else.
 
 Each holds the only copy of the weights that it needs: the caller drops the originals once packed.
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdrt.model.native.library import Kernels, dtype_code, pointer
+from pdrt.model.native.library import AMX, PAIRS_CODE, Kernels, dtype_code, pointer
 from pdrt.model.resources import BF16_FLAGS
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,10 @@ SELF_TEST_SHAPE = (5, 48, 80)
 """Rows, inputs and outputs of the layer that oneDNN is tried with."""
 SELF_TEST_TOLERANCE = 2e-2
 """Of outputs around 1: some rounding of bfloat16, and far from a wrong result."""
+
+
+PAIR_INPUTS = 32
+"""Inputs of a layer that is bfloat16 throughout are a multiple of these."""
 
 
 class LinearPart(msgspec.Struct, frozen=True):
@@ -48,6 +52,7 @@ class LinearKind(Enum):
     """Whose code computes a layer."""
 
     NATIVE = "native"
+    AMX = "native AMX"
     MKLDNN = "mkldnn"
     TORCH = "torch"
 
@@ -119,12 +124,15 @@ def choose_linear(
         flags: the processor's, as `pdrt.model.resources.cpu_flags` gives them.
         kernels: the loaded native library.
     """
-    kind = _choose_kind(dtype, device, flags)
+    kind = _choose_kind(dtype, device, flags, kernels)
     log.info("linear layers: %s, %s", kind.value, str(dtype).removeprefix("torch."))
     match kind:
         case LinearKind.NATIVE:
             pack = partial(NativeLinear, kernels)
             return LinearPlan(kind, torch.float32, pack, lambda part: pack([part]))
+        case LinearKind.AMX:
+            pairs = partial(_pack_pairs, kernels)
+            return LinearPlan(kind, dtype, pairs, lambda part: pairs([part]))
         case LinearKind.MKLDNN:
             tied = partial(MkldnnLinear, tied=True)
             return LinearPlan(kind, dtype, MkldnnLinear, lambda part: tied([part]))
@@ -132,28 +140,48 @@ def choose_linear(
             return LinearPlan(kind, dtype, TorchLinear, lambda part: TorchLinear([part]))
 
 
-def _choose_kind(dtype: torch.dtype, device: torch.device, flags: Collection[str]) -> LinearKind:
+def _choose_kind(
+    dtype: torch.dtype, device: torch.device, flags: Collection[str], kernels: Kernels
+) -> LinearKind:
     if device.type != "cpu" or dtype_code(dtype) is None:
         return LinearKind.TORCH
+    if dtype is torch.bfloat16 and kernels.isa == AMX:
+        return LinearKind.AMX
     if dtype is torch.bfloat16 and BF16_FLAGS.intersection(flags):
         return LinearKind.MKLDNN if mkldnn_works(dtype) else LinearKind.TORCH
     return LinearKind.NATIVE
 
 
+def _pack_pairs(kernels: Kernels, parts: Sequence[LinearPart]) -> Linear:
+    if parts[0].weight.shape[1] % PAIR_INPUTS:
+        return TorchLinear(parts)
+    return NativeLinear(kernels, parts, torch.bfloat16)
+
+
 class NativeLinear:
     """Our kernels (linear.cpp): weights float32 or bfloat16, everything else float32. Float32
-    weights that bfloat16 holds exactly are kept in it.
+    weights that bfloat16 holds exactly are kept in it. With bfloat16 `activations` all is bfloat16,
+    multiplied as such in AMX's registers and summed in float32.
 
     A row's result is the same to the bit whatever else is in the batch, and however many threads
     compute it.
     """
 
-    def __init__(self, kernels: Kernels, parts: Sequence[LinearPart]) -> None:
-        parts = _narrowed(parts)
+    def __init__(
+        self,
+        kernels: Kernels,
+        parts: Sequence[LinearPart],
+        activations: torch.dtype = torch.float32,
+    ) -> None:
+        is_float = activations is torch.float32
+        if is_float:
+            parts = _narrowed(parts)
         self.inputs, self.outputs = _shape(parts)
-        code = dtype_code(parts[0].weight.dtype)
+        code = dtype_code(parts[0].weight.dtype) if is_float else PAIRS_CODE
         assert code is not None, "neither float32 nor bfloat16"
+        assert is_float or parts[0].weight.dtype is activations, "bfloat16 throughout"
         self._type = code
+        self._activations = activations
         self._lib = kernels.lib
         self._linear = kernels.lib.pdrt_linear
         self._packed = _allocate(self._lib.pdrt_packed_bytes(code, self.inputs, self.outputs))
@@ -182,15 +210,16 @@ class NativeLinear:
         # two here. What the kernel would misread is asserted all the same.
         rows, inputs = x.shape
         if out is None:
-            out = torch.empty(rows, self.outputs)
-        assert x.dtype is torch.float32, "native layers take float32"
-        assert out.dtype is torch.float32, "native layers give float32"
+            out = torch.empty(rows, self.outputs, dtype=self._activations)
+        assert x.dtype is self._activations, "another type than the layer's"
+        assert out.dtype is self._activations, "another type than the layer's"
         assert inputs == self.inputs, "another width than the layer's"
         assert out.shape == (rows, self.outputs), "another shape than the result's"
         x_stride, x_step = x.stride()
         out_stride, out_step = out.stride()
         assert x_step == 1, "rows of x must be contiguous"
         assert out_step == 1, "rows of out must be contiguous"
+        assert x_stride % 2 == 0 or self._type != PAIRS_CODE, "a row begins within a pair"
         self._linear(
             self._type, self._packed_address, self._bias_address, x.data_ptr(), x_stride,
             out.data_ptr(), out_stride, rows, inputs, self.outputs,

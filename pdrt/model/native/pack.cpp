@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "kernels.h"
-#include "panel.h"
+#include "linear_pairs.h"
 
 namespace {
 
@@ -53,12 +53,26 @@ void unpack_rows(const Weight *packed, const int64_t *ids, float *out, int rows,
     }
 }
 
+void unpack_pair_rows(const uint32_t *packed, const int64_t *ids, float *out, int rows, int inputs,
+                      float scale) {
+    const int pairs = inputs / Pairs::WIDTH;
+    for (int row = 0; row < rows; ++row) {
+        const uint32_t *from = packed + ids[row] / PANEL * pairs * PANEL + ids[row] % PANEL;
+        float *to = out + static_cast<int64_t>(row) * inputs;
+        for (int k = 0; k < pairs; ++k) {
+            const uint32_t pair = from[static_cast<int64_t>(k) * PANEL];
+            to[2 * k] = scale * to_float(Bf16{static_cast<uint16_t>(pair)});
+            to[2 * k + 1] = scale * to_float(Bf16{static_cast<uint16_t>(pair >> 16)});
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
 int64_t pdrt_packed_bytes(int32_t type, int32_t inputs, int32_t outputs) {
-    const int64_t bytes = type == PDRT_BF16 ? sizeof(Bf16) : sizeof(float);
+    const int64_t bytes = type == PDRT_F32 ? sizeof(float) : sizeof(Bf16);
     return ceil_div(outputs, PANEL) * bytes * PANEL * inputs;
 }
 
@@ -71,6 +85,10 @@ int pdrt_pack(int32_t type, const void *weight, int32_t inputs, int32_t outputs,
     else if (type == PDRT_BF16)
         pack(static_cast<const Bf16 *>(weight), inputs, outputs, static_cast<Bf16 *>(packed), at,
              total);
+    else if (type == PDRT_PAIRS && HAS_PAIR_LAYERS && inputs % PAIR_INPUTS == 0)
+        // As if both inputs of a pair were one.
+        pack(static_cast<const uint32_t *>(weight), inputs / Pairs::WIDTH, outputs,
+             static_cast<uint32_t *>(packed), at, total);
     else
         return -1;
     return 0;
@@ -80,6 +98,8 @@ void pdrt_packed_rows(int32_t type, const void *packed, const int64_t *ids, floa
                       int32_t rows, int32_t inputs, int32_t, float scale) {
     if (type == PDRT_F32)
         unpack_rows(static_cast<const float *>(packed), ids, out, rows, inputs, scale);
+    else if (type == PDRT_PAIRS)
+        unpack_pair_rows(static_cast<const uint32_t *>(packed), ids, out, rows, inputs, scale);
     else
         unpack_rows(static_cast<const Bf16 *>(packed), ids, out, rows, inputs, scale);
 }

@@ -29,6 +29,7 @@ inline void store_pair(float *to, const Pair &pair) {
 
 // Where output `column` of a panel lies within a step.
 constexpr int position(const float *, int column) { return column; }
+constexpr int position(const uint32_t *, int column) { return column; }
 constexpr int position(const Bf16 *, int column) { return column % LANES * 2 + column / LANES; }
 
 constexpr int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }

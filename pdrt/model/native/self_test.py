@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdrt.model.native.library import (
+    AMX,
+    PAIRS_CODE,
     Kernels,
     KernelsUnusableError,
     Pool,
@@ -198,20 +200,30 @@ def _gate(kernels: Kernels, dtype: torch.dtype) -> Results:
 
 
 def _linear(kernels: Kernels, dtype: torch.dtype) -> Results:
-    lib, code, results = kernels.lib, dtype_code(dtype), list[tuple[Tensor, Tensor]]()
+    code = dtype_code(dtype)
+    assert code is not None, "a type that the kernels know"
+    results = _layer(kernels, dtype, code, torch.float32)
+    if kernels.isa == AMX and dtype is torch.bfloat16:
+        results += _layer(kernels, dtype, PAIRS_CODE, dtype)
+    return results
+
+
+def _layer(kernels: Kernels, dtype: torch.dtype, code: int, activations: torch.dtype) -> Results:
+    lib, results = kernels.lib, list[tuple[Tensor, Tensor]]()
     weight, bias = _random(OUTPUTS, INPUTS).to(dtype), _random(OUTPUTS)
     nbytes = lib.pdrt_packed_bytes(code, INPUTS, OUTPUTS)
     alignment = 64
     memory = torch.zeros(nbytes + alignment, dtype=torch.uint8)
     packed = memory[-memory.data_ptr() % alignment :]
     lib.pdrt_pack(code, pointer(weight), INPUTS, OUTPUTS, pointer(packed), 0, OUTPUTS)
-    for rows in (1, 20):
-        x, out = _random(rows, INPUTS), torch.empty(rows, OUTPUTS)
+    for rows in (1, 20, 40):
+        x = _random(rows, INPUTS).to(activations)
+        out = torch.empty(rows, OUTPUTS, dtype=activations)
         lib.pdrt_linear(
             code, pointer(packed), pointer(bias), pointer(x), INPUTS, pointer(out), OUTPUTS, rows,
             INPUTS, OUTPUTS,
         )  # fmt: skip
-        results.append((out, F.linear(x, weight.float(), bias)))
+        results.append((out, F.linear(x.float(), weight.float(), bias)))
     ids, out = torch.tensor([OUTPUTS - 1, 0]), torch.empty(2, INPUTS)
     lib.pdrt_packed_rows(code, pointer(packed), pointer(ids), pointer(out), 2, INPUTS, OUTPUTS, 2.0)
     return [*results, (out, 2 * weight[ids].float())]

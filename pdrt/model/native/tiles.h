@@ -12,6 +12,14 @@
 constexpr int TILES_ROWS = 32, TILES_COLUMNS = 32;
 // Pairs of numbers that are multiplied at once: so many, and multiples of it, can be summed over.
 constexpr int TILES_DEPTH = 16;
+// Of rows and panels. A tile's row that is spread over two cache lines takes several times as long.
+constexpr int TILES_ALIGNMENT = 64;
+
+// What is fetched meanwhile, a part with each step of TILES_DEPTH.
+struct TilesAhead {
+    const char *from = nullptr;
+    int step_bytes = 0;
+};
 
 #if defined(__AMX_BF16__)
 
@@ -52,40 +60,49 @@ class TilesShape {
 };
 
 // sums[row][column] = or += the sum over `depth`, a multiple of TILES_DEPTH, of the products of
-// a[row][k] and panel[k][column], each a pair. Strides count elements. Inside a TilesShape.
-template <bool ADDED>
+// a[row][k] and panel[k][column], each a pair. ROWS is 32, or 16: then the others are left alone.
+// Strides count elements. Inside a TilesShape.
+template <bool ADDED, int ROWS = TILES_ROWS>
 void multiply_tiles(const uint32_t *a, ptrdiff_t a_stride, const uint32_t *panel,
-                    ptrdiff_t panel_stride, int depth, float *sums, ptrdiff_t sums_stride) {
+                    ptrdiff_t panel_stride, int depth, float *sums, ptrdiff_t sums_stride,
+                    TilesAhead ahead = {}) {
     constexpr int HALF = 16;
+    constexpr bool BOTH = ROWS == TILES_ROWS;
+    static_assert(BOTH || ROWS == HALF);
     const ptrdiff_t a_bytes = a_stride * 4, panel_bytes = panel_stride * 4;
     const ptrdiff_t sums_bytes = sums_stride * 4;
     float *const lower = sums + HALF * sums_stride;
     asm volatile("" : : : "memory");  // as above
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     if constexpr (ADDED) {
         _tile_loadd(0, sums, sums_bytes);
         _tile_loadd(1, sums + HALF, sums_bytes);
-        _tile_loadd(2, lower, sums_bytes);
-        _tile_loadd(3, lower + HALF, sums_bytes);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        if constexpr (BOTH) _tile_loadd(2, lower, sums_bytes);
+        if constexpr (BOTH) _tile_loadd(3, lower + HALF, sums_bytes);
     }
     for (int k = 0; k < depth; k += TILES_DEPTH) {
-        _tile_loadd(4, a + k, a_bytes);
-        _tile_loadd(6, panel + k * panel_stride, panel_bytes);
+        const uint32_t *columns = panel + k * panel_stride;
+        prefetch(ahead.from, ahead.step_bytes);
+        ahead.from += ahead.step_bytes;
+        // Rows come and go, and do not push the panel out of L1.
+        _tile_stream_loadd(4, a + k, a_bytes);
+        _tile_loadd(6, columns, panel_bytes);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, panel + k * panel_stride + HALF, panel_bytes);
+        _tile_loadd(7, columns + HALF, panel_bytes);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a + HALF * a_stride + k, a_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        if constexpr (BOTH) {
+            _tile_stream_loadd(5, a + HALF * a_stride + k, a_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
     }
     _tile_stored(0, sums, sums_bytes);
     _tile_stored(1, sums + HALF, sums_bytes);
-    _tile_stored(2, lower, sums_bytes);
-    _tile_stored(3, lower + HALF, sums_bytes);
+    if constexpr (BOTH) _tile_stored(2, lower, sums_bytes);
+    if constexpr (BOTH) _tile_stored(3, lower + HALF, sums_bytes);
     asm volatile("" : : : "memory");
 }
 
@@ -93,15 +110,16 @@ void multiply_tiles(const uint32_t *a, ptrdiff_t a_stride, const uint32_t *panel
 
 struct TilesShape {};
 
-template <bool ADDED>
+template <bool ADDED, int ROWS = TILES_ROWS>
 void multiply_tiles(const uint32_t *a, ptrdiff_t a_stride, const uint32_t *panel,
-                    ptrdiff_t panel_stride, int depth, float *sums, ptrdiff_t sums_stride) {
+                    ptrdiff_t panel_stride, int depth, float *sums, ptrdiff_t sums_stride,
+                    TilesAhead = {}) {
     const auto number = [](uint32_t bits) {
         float value;
         std::memcpy(&value, &bits, sizeof value);
         return value;
     };
-    for (int row = 0; row < TILES_ROWS; ++row)
+    for (int row = 0; row < ROWS; ++row)
         for (int column = 0; column < TILES_COLUMNS; ++column) {
             float sum = ADDED ? sums[row * sums_stride + column] : 0;
             for (int k = 0; k < depth; ++k) {

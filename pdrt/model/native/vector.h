@@ -238,6 +238,10 @@ inline Floats sum_rows(const Floats *rows) {
     }
 }
 
+constexpr int round_up(int count, int multiple) {
+    return (count + multiple - 1) / multiple * multiple;
+}
+
 constexpr int CACHE_LINE_BYTES = 64;
 
 // Asks for memory before it is needed, into L2: L1 is small. Addresses need not be valid.

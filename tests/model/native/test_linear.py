@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pdrt.model.native.library import Kernels, dtype_code, library_path, open_kernels, pointer
+from pdrt.model.native.library import (
+    AMX,
+    PAIRS_CODE,
+    Kernels,
+    dtype_code,
+    library_path,
+    open_kernels,
+    pointer,
+)
 from pdrt.model.native.linear import (
     Linear,
     LinearKind,
@@ -25,6 +34,7 @@ from tests.model.native.conftest import BuildKernels, usable_libraries
 
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16]
+HALF = torch.bfloat16
 SMOLLM2_SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
 UNTOUCHED = 12345.0
 
@@ -42,6 +52,15 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def pair_kernels(kernels: Kernels) -> Kernels:
+    """Those that take layers of bfloat16 throughout."""
+    weight, packed = torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.uint8)
+    if kernels.lib.pdrt_pack(PAIRS_CODE, pointer(weight), 32, 1, pointer(packed), 0, 1):
+        pytest.skip("its vectors are not as wide as a tile")
+    return kernels
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -201,7 +220,7 @@ def test_weights_need_not_be_contiguous(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(0, 0, 4, 0, 4), (0, 4, 0, 0, 4), (0, 4, 4, 1, 4), (0, 4, 4, -1, 4), (2, 4, 4, 0, 4)],
+    [(0, 0, 4, 0, 4), (0, 4, 0, 0, 4), (0, 4, 4, 1, 4), (0, 4, 4, -1, 4), (3, 4, 4, 0, 4)],
     ids=["no inputs", "no outputs", "beyond the end", "before the start", "unknown type"],
 )
 def test_what_does_not_fit_is_not_packed(kernels: Kernels, arguments: tuple[int, ...]) -> None:
@@ -225,6 +244,101 @@ def test_packing_overwrites_all_of_its_memory(kernels: Kernels) -> None:
     np.testing.assert_array_equal(packed[packed != 0].sort()[0], weight.flatten().sort()[0])
 
 
+class TestPairs:
+    """Bfloat16 throughout."""
+
+    @pytest.mark.parametrize("outputs", [1, 15, 31, 32, 33, 64, 100])
+    def test_every_number_of_rows(self, pair_kernels: Kernels, outputs: int) -> None:
+        for inputs in (32, 96, 576):
+            layer = pair_layer(pair_kernels, [part(outputs, inputs, HALF)])
+            for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 100):
+                x = random(rows, inputs, seed=rows).to(HALF)
+                assert_rounded(layer(x), exact(x, [part(outputs, inputs, HALF)]))
+
+    def test_a_row_is_the_same_to_the_bit_in_every_batch(
+        self, pair_kernels: Kernels, two_threads: None
+    ) -> None:
+        layer = pair_layer(pair_kernels, [part(600, 1120, HALF)])
+        x = random(150, 1120).to(HALF)
+        together = layer(x)
+        for rows in (1, 2, 3, 15, 16, 17, 32, 33, 40, 64):
+            assert torch.equal(layer(x[:rows]), together[:rows])
+            assert torch.equal(layer(x[-rows:]), together[-rows:])
+
+    @pytest.mark.parametrize("rows", [1, 20, 70])
+    def test_two_threads_equal_one(
+        self, pair_kernels: Kernels, rows: int, two_threads: None
+    ) -> None:
+        layer = pair_layer(pair_kernels, [part(1000, 576, HALF)])
+        x = random(rows, 576).to(HALF)
+        two = layer(x)
+        torch.set_num_threads(1)
+        assert torch.equal(layer(x), two)
+
+    def test_parts_are_packed_one_after_another(self, pair_kernels: Kernels) -> None:
+        parts = [part(outputs, 64, HALF, bias=outputs == 7) for outputs in (5, 7, 90, 1)]
+        layer = pair_layer(pair_kernels, parts)
+        for rows in (1, 40):
+            x = random(rows, 64).to(HALF)
+            assert_rounded(layer(x), exact(x, parts))
+
+    @pytest.mark.parametrize("rows", [1, 20, 33])
+    def test_strides_and_nothing_else_is_written(self, pair_kernels: Kernels, rows: int) -> None:
+        layer = pair_layer(pair_kernels, [part(35, 64, HALF)])
+        x = random(rows, 100).to(HALF)[:, 6:70]
+        memory = torch.full((rows + 2, 60), UNTOUCHED, dtype=HALF)
+        untouched = memory.clone()
+        out = memory[1:-1, 11:46]
+        assert layer(x, out).data_ptr() == out.data_ptr()
+        assert_rounded(out, exact(x, [part(35, 64, HALF)]))
+        out.fill_(UNTOUCHED)
+        assert torch.equal(memory, untouched)
+
+    @pytest.mark.parametrize("rows", [1, 20, 33])
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_nan_and_infinity_come_out_in_their_row_only(
+        self, pair_kernels: Kernels, rows: int, bad: float
+    ) -> None:
+        layer = pair_layer(pair_kernels, [part(41, 32, HALF)])
+        x = random(rows, 32).to(HALF)
+        clean = layer(x)
+        x[rows // 2, 11] = bad
+        spoiled = layer(x)
+        assert not torch.isfinite(spoiled[rows // 2]).any()
+        others = torch.arange(rows) != rows // 2
+        assert torch.equal(spoiled[others], clean[others])
+
+    def test_rows_of_the_packed_weight(self, pair_kernels: Kernels) -> None:
+        table = part(1000, 96, HALF, bias=False)
+        layer = pair_layer(pair_kernels, [table])
+        ids = torch.tensor([999, 0, 999, 33])
+        assert torch.equal(layer.rows(ids, 2.5), table.weight[ids].float() * 2.5)
+
+    def test_inputs_that_fill_no_tile(self, pair_kernels: Kernels) -> None:
+        packed = torch.zeros(4096, dtype=torch.uint8)
+        weight = torch.ones(8, 48, dtype=HALF)
+        pack = pair_kernels.lib.pdrt_pack
+        assert pack(PAIRS_CODE, pointer(weight), 48, 8, pointer(packed), 0, 8) == -1
+        amx = msgspec.structs.replace(pair_kernels, isa=AMX)
+        plan = choose_linear(HALF, CPU, frozenset(), amx)
+        assert isinstance(plan.pack([part(8, 48, HALF)]), TorchLinear)
+        assert isinstance(plan.pack([part(8, 64, HALF)]), NativeLinear)
+
+    def test_a_row_that_begins_within_a_pair(self, pair_kernels: Kernels) -> None:
+        layer = pair_layer(pair_kernels, [part(8, 32, HALF)])
+        with pytest.raises(AssertionError, match="within a pair"):
+            layer(torch.zeros(3, 33, dtype=HALF)[:, :32])
+
+
+def pair_layer(kernels: Kernels, parts: list[LinearPart]) -> NativeLinear:
+    return NativeLinear(kernels, parts, HALF)
+
+
+def assert_rounded(result: Tensor, expected: Tensor) -> None:
+    assert result.dtype is HALF
+    torch.testing.assert_close(result.double(), expected, rtol=2**-7, atol=2**-10)
+
+
 def test_onednn_packs_float32() -> None:
     assert mkldnn_works(torch.float32)
     parts = [part(20, 30, torch.float32), part(9, 30, torch.float32, bias=False)]
@@ -245,9 +359,14 @@ def plan_kind(kernels: Kernels, dtype: torch.dtype, flags: frozenset[str]) -> Li
     return choose_linear(dtype, CPU, flags, kernels).kind
 
 
+def without_amx(kernels: Kernels) -> Kernels:
+    return msgspec.structs.replace(kernels, isa="avx512bf16")
+
+
 def test_the_choice(kernels: Kernels) -> None:
     assert plan_kind(kernels, torch.float32, frozenset()) is LinearKind.NATIVE
-    assert plan_kind(kernels, torch.bfloat16, frozenset()) is LinearKind.NATIVE
+    of_halves = LinearKind.AMX if kernels.isa == AMX else LinearKind.NATIVE
+    assert plan_kind(kernels, torch.bfloat16, frozenset()) is of_halves
     assert plan_kind(kernels, torch.float16, frozenset()) is LinearKind.TORCH
     meta = choose_linear(torch.float32, torch.device("meta"), frozenset(), kernels)
     assert meta.kind is LinearKind.TORCH
@@ -264,7 +383,7 @@ def test_onednn_is_not_chosen_where_it_refuses(
             raise RuntimeError("mkldnn_reorder_linear_weight: not here")
 
     monkeypatch.setattr("pdrt.model.native.linear._operators", Refusing)
-    plan = choose_linear(torch.bfloat16, CPU, BF16_FLAGS, kernels)
+    plan = choose_linear(torch.bfloat16, CPU, BF16_FLAGS, without_amx(kernels))
     assert plan.kind is LinearKind.TORCH
     assert plan.activations is torch.bfloat16
 
@@ -282,7 +401,7 @@ def test_onednn_is_not_chosen_where_it_computes_wrongly(
             return torch.nn.functional.linear(x, weight, bias)
 
     monkeypatch.setattr("pdrt.model.native.linear._operators", Wrong)
-    assert plan_kind(kernels, torch.bfloat16, BF16_FLAGS) is LinearKind.TORCH
+    assert plan_kind(without_amx(kernels), torch.bfloat16, BF16_FLAGS) is LinearKind.TORCH
 
 
 @pytest.mark.skipif(

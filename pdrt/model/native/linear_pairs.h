@@ -1,0 +1,130 @@
+// Linear layers of bfloat16 throughout, in AMX's registers (tiles.h). Few rows (decode) are bound by
+// memory here too; many go past one panel of weights after another, which stays in L1.
+//
+// Weights are packed in panels of [pair of inputs][PANEL]: a word holds an output's weights of both.
+// Every element of the output is one sum along the inputs, in order: a row's result is the same to
+// the bit in whatever batch it is computed, and with however many threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "panel.h"
+#include "products.h"
+#include "tiles.h"
+
+// There are vectors as wide as a tile, and layers whose inputs fill whole ones.
+constexpr bool HAS_PAIR_LAYERS = PANEL == TILES_COLUMNS;
+constexpr int PAIR_INPUTS = TILES_DEPTH * Pairs::WIDTH;
+// What a single block of rows asks for ahead of the panel that it reads.
+constexpr int STREAM_AHEAD = 16384;
+
+inline void round_pair(Bf16 *to, const Pair &sums) {
+#if defined(__AVX512BF16__)
+    const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(sums.high),
+                                              reinterpret_cast<__m512>(sums.low));
+    std::memcpy(to, &both, sizeof both);
+#else
+    store(to, sums.low);
+    store(to + LANES, sums.high);
+#endif
+}
+
+// One call of pdrt_linear.
+struct PairLayer {
+    const uint32_t *packed;
+    const float *bias;  // may be null
+    const Bf16 *x;
+    int64_t x_stride;
+    Bf16 *out;
+    int64_t out_stride;
+    int32_t rows, inputs, outputs;
+
+    int panels() const { return ceil_div(outputs, PANEL); }
+    int pairs() const { return inputs / Pairs::WIDTH; }
+    const uint32_t *panel(int index) const {
+        return packed + static_cast<int64_t>(index) * pairs() * PANEL;
+    }
+    const Bf16 *row(int index) const { return x + index * x_stride; }
+
+    // What the sums of a panel begin with: its bias, padded with zeros.
+    Pair start(int index) const {
+        if (bias == nullptr) return {Floats{}, Floats{}};
+        float padded[PANEL] = {};
+        const int width = std::min(PANEL, outputs - index * PANEL);
+        std::copy_n(bias + index * PANEL, width, padded);
+        return load_pair(padded);
+    }
+
+    // Stores what a row and a panel give.
+    void put(int row, int index, const Pair &sums) const {
+        Bf16 *to = out + row * out_stride + index * PANEL;
+        const int width = outputs - index * PANEL;
+        if (width >= PANEL) return round_pair(to, sums);
+        Bf16 padded[PANEL];
+        round_pair(padded, sums);
+        std::copy_n(padded, width, to);
+    }
+};
+
+// ROWS rows from `first` on, or fewer, which are in `padded` then with others that do not count.
+template <int ROWS>
+void multiply_rows(const PairLayer &layer, int first, int index, const Bf16 *padded,
+                   TilesAhead ahead) {
+    alignas(TILES_ALIGNMENT) float sums[ROWS * PANEL];
+    const int count = std::min(ROWS, layer.rows - first);
+    const Bf16 *x = padded == nullptr ? layer.row(first) : padded;
+    const int64_t stride = padded == nullptr ? layer.x_stride : layer.inputs;
+    multiply_tiles<false, ROWS>(reinterpret_cast<const uint32_t *>(x), stride / Pairs::WIDTH,
+                                layer.panel(index), PANEL, layer.pairs(), sums, PANEL, ahead);
+    const Pair start = layer.start(index);
+    for (int row = 0; row < count; ++row) {
+        const Pair pair = load_pair(sums + row * PANEL);
+        layer.put(first + row, index, {pair.low + start.low, pair.high + start.high});
+    }
+}
+
+// The last rows, where they fill no block of tiles, and others that do not count.
+class PaddedRows {
+  public:
+    PaddedRows(const PairLayer &layer, int count)
+        : memory(count ? std::aligned_alloc(TILES_ALIGNMENT, TILES_ROWS * layer.inputs * 2)
+                       : nullptr) {
+        for (int row = 0; row < count; ++row)
+            std::copy_n(layer.row(layer.rows - count + row), layer.inputs,
+                        rows() + row * layer.inputs);
+        if (count) std::fill(rows() + count * layer.inputs, rows() + TILES_ROWS * layer.inputs, Bf16());
+    }
+    ~PaddedRows() { std::free(memory); }
+    PaddedRows(const PaddedRows &) = delete;
+
+    Bf16 *rows() const { return static_cast<Bf16 *>(memory); }
+
+  private:
+    void *memory;
+};
+
+// All rows against the panels [first, end). The rows of one panel fetch the next one; few of them
+// wait for memory, and fetch further ahead.
+inline void compute_panels(const PairLayer &layer, int first, int end) {
+    const TilesShape shape;
+    static_cast<void>(shape);
+    const int left = layer.rows % TILES_ROWS, whole = layer.rows - left;
+    const PaddedRows padded(layer, left);
+    const int step_bytes = TILES_DEPTH * PANEL * 4, steps = layer.pairs() / TILES_DEPTH;
+    const int blocks = ceil_div(layer.rows, TILES_ROWS);
+    const int share = round_up(ceil_div(step_bytes, blocks), CACHE_LINE_BYTES);
+    for (int panel = first; panel < end; ++panel) {
+        const char *from = blocks == 1
+                               ? reinterpret_cast<const char *>(layer.panel(panel)) + STREAM_AHEAD
+                               : reinterpret_cast<const char *>(layer.panel(panel + 1));
+        for (int row = 0; row < whole; row += TILES_ROWS) {
+            multiply_rows<TILES_ROWS>(layer, row, panel, nullptr, {from, share});
+            from += share * steps;
+        }
+        if (left > TILES_ROWS / 2)
+            multiply_rows<TILES_ROWS>(layer, whole, panel, padded.rows(), {from, share});
+        else if (left)
+            multiply_rows<TILES_ROWS / 2>(layer, whole, panel, padded.rows(), {from, share});
+    }
+}
