@@ -6,6 +6,10 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #if defined(__AVX512F__)
 enum { VECTOR_BYTES = 64 };
@@ -54,10 +58,11 @@ float floors_float(int64_t rounds) {
 double floors_float_flops(int64_t rounds) { return 2.0 * rounds * ACCUMULATORS * FLOATS; }
 
 #ifdef __AVX512BF16__
-// The same with dot products of pairs of bfloat16, summed in float.
-float floors_bfloat16(int64_t rounds) {
+// The same with dot products of pairs of bfloat16, summed in float. All are ones, so that the sums
+// count them; they start apart, or the compiler would take one for all.
+static float dot_products(int64_t rounds) {
     __m512 sums[ACCUMULATORS];
-    const __m512bh factor = (__m512bh)_mm512_set1_epi16(0x3c00);  // small enough to stay finite
+    const __m512bh factor = (__m512bh)_mm512_set1_epi16(0x3f80);
     for (int j = 0; j < ACCUMULATORS; j++) sums[j] = _mm512_set1_ps((float)j);
     for (int64_t round = 0; round < rounds; round++) {
         for (int j = 0; j < ACCUMULATORS; j++)
@@ -68,5 +73,76 @@ float floors_bfloat16(int64_t rounds) {
     return total;
 }
 
-double floors_bfloat16_flops(int64_t rounds) { return 2 * floors_float_flops(rounds); }
+#ifdef __AMX_BF16__
+// Of 16 rows of 64 bytes: 16 x 16 sums, each of 32 products. Four wait for none: 52 cycles of
+// latency, a product every 16.
+enum { TILES = 4, TILE_ROWS = 16, TILE_BYTES = 64, TILE_SUMS = 256, TILE_DEPTH = 32 };
+
+struct shape {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+static int has_tiles;
+
+// Linux must be asked for the registers, once for the whole process. Here, as this is loaded: so
+// what runs and what is counted cannot differ.
+__attribute__((constructor)) static void ask_for_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    has_tiles = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+static void load_shape(const struct shape *shape) {
+    __asm__ volatile("" : : "m"(*shape));  // the intrinsic does not say that it reads all of it
+    _tile_loadconfig(shape);
+}
+
+// Products of tiles of ones. This thread's shape of before is put back: oneDNN has its own there.
+static float tile_products(int64_t rounds) {
+    struct shape before, shape = {.palette = 1};
+    for (int tile = 0; tile < TILES + 2; tile++)
+        shape.rows[tile] = TILE_ROWS, shape.row_bytes[tile] = TILE_BYTES;
+    uint16_t ones[TILE_ROWS * TILE_DEPTH];
+    float sums[TILES][TILE_SUMS], total = 0;
+    for (int i = 0; i < TILE_ROWS * TILE_DEPTH; i++) ones[i] = 0x3f80;
+    _tile_storeconfig(&before);
+    load_shape(&shape);  // and all sums are zero
+    __asm__ volatile("" : : "m"(ones));  // as above
+    _tile_loadd(4, ones, TILE_BYTES);
+    _tile_loadd(5, ones, TILE_BYTES);
+    for (int64_t round = 0; round < rounds; round++) {
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums[0], TILE_BYTES);
+    _tile_stored(1, sums[1], TILE_BYTES);
+    _tile_stored(2, sums[2], TILE_BYTES);
+    _tile_stored(3, sums[3], TILE_BYTES);
+    if (before.palette)
+        load_shape(&before);
+    else
+        _tile_release();
+    for (int tile = 0; tile < TILES; tile++)
+        for (int i = 0; i < TILE_SUMS; i++) total += sums[tile][i];
+    return total;
+}
+#else
+enum { has_tiles = 0, TILES = 0, TILE_SUMS = 0, TILE_DEPTH = 0 };
+static float tile_products(int64_t rounds) { return (float)rounds; }
+#endif
+
+// Whether the next two are of AMX products.
+int floors_has_tiles(void) { return has_tiles; }
+
+float floors_bfloat16(int64_t rounds) {
+    return has_tiles ? tile_products(rounds) : dot_products(rounds);
+}
+
+double floors_bfloat16_flops(int64_t rounds) {
+    if (has_tiles) return 2.0 * rounds * TILES * TILE_SUMS * TILE_DEPTH;
+    return 2 * floors_float_flops(rounds);
+}
 #endif

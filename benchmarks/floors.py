@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_name("floors.c")
 BUFFER_BYTES = 384 * 2**20
 """Far beyond any cache of today's processors that a core may use."""
 ROUNDS = 4_000_000
-"""Of arithmetic: some tens of milliseconds."""
+"""Of arithmetic: some tens of milliseconds, a tenth of a second of AMX products."""
 BEST_OF = 2
 """Per measurement: a disturbed one is no floor."""
 MATRIX = 1024
@@ -49,20 +49,22 @@ class Floors:
     """
 
     def __init__(self, dtype: str, threads: int) -> None:
-        """`dtype` of the model: bfloat16 is computed by dot products where there are such."""
+        """`dtype` of the model: bfloat16 is computed by AMX or dot products, if any."""
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads)
         self._memory = _memory(BUFFER_BYTES)
         self._library = compile_library()
         self._dtype = dtype
-        self.note = self._arithmetic() if self._library is not None else (
-            "no C compiler: torch's sum and matrix product stand in, which are slower than a floor"
-        )  # fmt: skip
+        self.note = self._arithmetic()
 
     def _arithmetic(self) -> str:
-        if self._has_bfloat16():
-            return "floors.c: bfloat16 dot products"
-        return "floors.c: float32 multiply-adds"
+        if self._library is None:
+            return "no C compiler: torch's sum and matrix product stand in, slower than a floor"
+        if not self._has_bfloat16():
+            return "floors.c: float32 multiply-adds"
+        if self._library.floors_has_tiles():
+            return "floors.c: AMX products of bfloat16"
+        return "floors.c: bfloat16 dot products"
 
     def _has_bfloat16(self) -> bool:
         return self._dtype == "bfloat16" and hasattr(self._library, "floors_bfloat16")

@@ -99,6 +99,14 @@ def test_the_floors_source_compiles_and_reads_all() -> None:
     assert library.floors_float_flops(6) == 2 * library.floors_float_flops(3) > 0
 
 
+def test_floors_count_the_bfloat16_products_that_ran() -> None:
+    library = compile_library()
+    if library is None or not hasattr(library, "floors_bfloat16"):
+        pytest.skip("no C compiler, or no products of bfloat16")
+    added = library.floors_bfloat16(5) - library.floors_bfloat16(2)  # sums of ones, exact
+    assert 2 * added == library.floors_bfloat16_flops(3) > 0
+
+
 SMAPS = """\
 7f0000000000-7f0000100000 rw-s 00000000 00:01 5  /memfd:pdrt-kv (deleted)
 Rss:                1000 kB
