@@ -84,24 +84,23 @@ void multiply_rows(const PairLayer &layer, int first, int index, const Bf16 *pad
     }
 }
 
-// The last rows, where they fill no block of tiles, and others that do not count.
+// The last `count` rows, which fill no block of tiles, and zeros; none where there are none.
 class PaddedRows {
   public:
-    PaddedRows(const PairLayer &layer, int count)
-        : memory(count ? std::aligned_alloc(TILES_ALIGNMENT, TILES_ROWS * layer.inputs * 2)
-                       : nullptr) {
-        for (int row = 0; row < count; ++row)
-            std::copy_n(layer.row(layer.rows - count + row), layer.inputs,
-                        rows() + row * layer.inputs);
-        if (count) std::fill(rows() + count * layer.inputs, rows() + TILES_ROWS * layer.inputs, Bf16());
+    PaddedRows(const PairLayer &layer, int count) {
+        if (count == 0) return;
+        const int block = count > TILES_ROWS / 2 ? TILES_ROWS : TILES_ROWS / 2;
+        const size_t numbers = static_cast<size_t>(block) * layer.inputs;
+        rows = static_cast<Bf16 *>(std::aligned_alloc(TILES_ALIGNMENT, numbers * sizeof(Bf16)));
+        Bf16 *to = rows;
+        for (int row = layer.rows - count; row < layer.rows; ++row)
+            to = std::copy_n(layer.row(row), layer.inputs, to);
+        std::fill(to, rows + numbers, Bf16());
     }
-    ~PaddedRows() { std::free(memory); }
+    ~PaddedRows() { std::free(rows); }
     PaddedRows(const PaddedRows &) = delete;
 
-    Bf16 *rows() const { return static_cast<Bf16 *>(memory); }
-
-  private:
-    void *memory;
+    Bf16 *rows = nullptr;
 };
 
 // All rows against the panels [first, end). The rows of one panel fetch the next one; few of them
@@ -123,8 +122,8 @@ inline void compute_panels(const PairLayer &layer, int first, int end) {
             from += share * steps;
         }
         if (left > TILES_ROWS / 2)
-            multiply_rows<TILES_ROWS>(layer, whole, panel, padded.rows(), {from, share});
+            multiply_rows<TILES_ROWS>(layer, whole, panel, padded.rows, {from, share});
         else if (left)
-            multiply_rows<TILES_ROWS / 2>(layer, whole, panel, padded.rows(), {from, share});
+            multiply_rows<TILES_ROWS / 2>(layer, whole, panel, padded.rows, {from, share});
     }
 }
