@@ -43,8 +43,8 @@ WHEELS = (
 DEBIAN_PACKAGES = "libibverbs1 librdmacm1 libnuma1"
 
 LANES = 3
-"""Connections per peer: while one waits for an acknowledgement, the others send. Two are slower on
-two cores also (measured: 1.5 GB/s of transfers of 64 KB; three 2.0, four 2.3). With more than three,
+"""Connections per peer: while one waits for an acknowledgement, the others send. Two are slower, on
+two cores also (measured: 1.5 GB/s of transfers of 64 KB; three 2.0, four 2.3). With more than three
 what is on its way can outgrow the caches, and everything falls to 1.5 GB/s for a while."""
 TIMEOUT_SECONDS = 10
 """After so long without progress the library gives a write up, and says so. It decides nothing
