@@ -116,8 +116,7 @@ class BlockAttention {
           rows(task.tokens * task.heads) {}
 
     void attend() {
-        const std::conditional_t<IN_TILES, TilesShape, std::nullptr_t> shape = {};
-        static_cast<void>(shape);
+        [[maybe_unused]] const std::conditional_t<IN_TILES, TilesShape, std::nullptr_t> shape = {};
         pack_queries();
         std::fill_n(out, round_up(rows, ROWS) * columns, 0.0f);
         if (columns != head_dim) std::fill(std::begin(values), std::end(values), Element());

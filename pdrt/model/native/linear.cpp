@@ -8,6 +8,7 @@
 //
 // Every element of the output is one sum along the inputs, in order, in one float. A row's result
 // is therefore the same to the bit in whatever batch it is computed, and with however many threads.
+// Layers that are bfloat16 throughout: linear_pairs.h.
 #include <omp.h>
 
 #include <algorithm>
@@ -31,32 +32,13 @@ constexpr int split(int64_t total, int64_t index, int64_t parts) {
     return static_cast<int>(total * index / parts);
 }
 
-// One call of pdrt_linear.
-struct Layer {
-    const void *packed;
-    const float *bias;  // may be null
-    const float *x;
-    int64_t x_stride;
-    float *out;
-    int64_t out_stride;
-    int32_t rows, inputs, outputs;
-
-    int panels() const { return ceil_div(outputs, PANEL); }
-    int width(int panel) const { return std::min(PANEL, outputs - panel * PANEL); }
+struct Layer : LayerCall<float> {
     int64_t panel_stride() const { return static_cast<int64_t>(inputs) * PANEL; }
 
     // The weights of a panel from input `first` on. There may be no such panel: for prefetching.
     template <class Weight>
     const Weight *weights(int panel, int first) const {
         return static_cast<const Weight *>(packed) + panel * panel_stride() + first * PANEL;
-    }
-
-    // What the sums of `count` panels begin with: their bias, padded with zeros.
-    void fill_start(int panel, int count, float *start) const {
-        std::fill_n(start, count * PANEL, 0.0f);
-        if (bias == nullptr) return;
-        const int width = std::min(count * PANEL, outputs - panel * PANEL);
-        std::copy_n(bias + panel * PANEL, width, start);
     }
 };
 
@@ -259,12 +241,12 @@ void pdrt_linear(int32_t type, const void *packed, const float *bias, const void
     if (rows < 1) return;
     if (type == PDRT_PAIRS) {
         if constexpr (HAS_PAIR_LAYERS)
-            run_pairs({static_cast<const uint32_t *>(packed), bias, static_cast<const Bf16 *>(x),
-                       x_stride, static_cast<Bf16 *>(out), out_stride, rows, inputs, outputs});
+            run_pairs({{packed, bias, static_cast<const Bf16 *>(x), x_stride,
+                        static_cast<Bf16 *>(out), out_stride, rows, inputs, outputs}});
         return;
     }
-    const Layer layer = {packed, bias, static_cast<const float *>(x), x_stride,
-                         static_cast<float *>(out), out_stride, rows, inputs, outputs};
+    const Layer layer = {{packed, bias, static_cast<const float *>(x), x_stride,
+                          static_cast<float *>(out), out_stride, rows, inputs, outputs}};
     if (type == PDRT_F32)
         run<float>(layer);
     else

@@ -30,40 +30,22 @@ inline void round_pair(Bf16 *to, const Pair &sums) {
 #endif
 }
 
-// One call of pdrt_linear.
-struct PairLayer {
-    const uint32_t *packed;
-    const float *bias;  // may be null
-    const Bf16 *x;
-    int64_t x_stride;
-    Bf16 *out;
-    int64_t out_stride;
-    int32_t rows, inputs, outputs;
-
-    int panels() const { return ceil_div(outputs, PANEL); }
+struct PairLayer : LayerCall<Bf16> {
     int pairs() const { return inputs / Pairs::WIDTH; }
+    // There may be no such panel: for prefetching.
     const uint32_t *panel(int index) const {
-        return packed + static_cast<int64_t>(index) * pairs() * PANEL;
+        const int64_t words = static_cast<int64_t>(pairs()) * PANEL;
+        return static_cast<const uint32_t *>(packed) + index * words;
     }
     const Bf16 *row(int index) const { return x + index * x_stride; }
-
-    // What the sums of a panel begin with: its bias, padded with zeros.
-    Pair start(int index) const {
-        if (bias == nullptr) return {Floats{}, Floats{}};
-        float padded[PANEL] = {};
-        const int width = std::min(PANEL, outputs - index * PANEL);
-        std::copy_n(bias + index * PANEL, width, padded);
-        return load_pair(padded);
-    }
 
     // Stores what a row and a panel give.
     void put(int row, int index, const Pair &sums) const {
         Bf16 *to = out + row * out_stride + index * PANEL;
-        const int width = outputs - index * PANEL;
-        if (width >= PANEL) return round_pair(to, sums);
+        if (width(index) == PANEL) return round_pair(to, sums);
         Bf16 padded[PANEL];
         round_pair(padded, sums);
-        std::copy_n(padded, width, to);
+        std::copy_n(padded, width(index), to);
     }
 };
 
@@ -71,16 +53,17 @@ struct PairLayer {
 template <int ROWS>
 void multiply_rows(const PairLayer &layer, int first, int index, const Bf16 *padded,
                    TilesAhead ahead) {
-    alignas(TILES_ALIGNMENT) float sums[ROWS * PANEL];
+    alignas(TILES_ALIGNMENT) float sums[ROWS * PANEL], start[PANEL];
     const int count = std::min(ROWS, layer.rows - first);
     const Bf16 *x = padded == nullptr ? layer.row(first) : padded;
     const int64_t stride = padded == nullptr ? layer.x_stride : layer.inputs;
     multiply_tiles<false, ROWS>(reinterpret_cast<const uint32_t *>(x), stride / Pairs::WIDTH,
                                 layer.panel(index), PANEL, layer.pairs(), sums, PANEL, ahead);
-    const Pair start = layer.start(index);
+    layer.fill_start(index, 1, start);
+    const Pair bias = load_pair(start);
     for (int row = 0; row < count; ++row) {
         const Pair pair = load_pair(sums + row * PANEL);
-        layer.put(first + row, index, {pair.low + start.low, pair.high + start.high});
+        layer.put(first + row, index, {pair.low + bias.low, pair.high + bias.high});
     }
 }
 
@@ -106,8 +89,7 @@ class PaddedRows {
 // All rows against the panels [first, end). The rows of one panel fetch the next one; few of them
 // wait for memory, and fetch further ahead.
 inline void compute_panels(const PairLayer &layer, int first, int end) {
-    const TilesShape shape;
-    static_cast<void>(shape);
+    [[maybe_unused]] const TilesShape shape = {};
     const int left = layer.rows % TILES_ROWS, whole = layer.rows - left;
     const PaddedRows padded(layer, left);
     const int step_bytes = TILES_DEPTH * PANEL * 4, steps = layer.pairs() / TILES_DEPTH;

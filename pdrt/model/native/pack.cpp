@@ -61,8 +61,8 @@ void unpack_pair_rows(const uint32_t *packed, const int64_t *ids, float *out, in
         float *to = out + static_cast<int64_t>(row) * inputs;
         for (int k = 0; k < pairs; ++k) {
             const uint32_t pair = from[static_cast<int64_t>(k) * PANEL];
-            to[2 * k] = scale * to_float(Bf16{static_cast<uint16_t>(pair)});
-            to[2 * k + 1] = scale * to_float(Bf16{static_cast<uint16_t>(pair >> 16)});
+            to[2 * k] = scale * first_of(pair);
+            to[2 * k + 1] = scale * second_of(pair);
         }
     }
 }

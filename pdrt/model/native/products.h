@@ -30,8 +30,7 @@ struct Halves {
 
     static Vector load_elements(const Element *from) { return {load(from), load(from + LANES)}; }
     static Vector load_stored(const Bf16 *from) {
-        Words words;
-        std::memcpy(&words, from, sizeof words);
+        const Words words = load_words(from);
         return {as_floats(words << 16), as_floats(words & 0xffff0000u)};
     }
     static Floats multiply_add(Floats sum, const Vector &a, const Vector &b) {
@@ -48,16 +47,8 @@ struct Pairs {
     static constexpr int NUMBERS = 2 * LANES;
 
     static Vector splat_element(Element element) { return element - Words{}; }
-    static Vector load_elements(const Element *from) {
-        Words words;
-        std::memcpy(&words, from, sizeof words);
-        return words;
-    }
-    static Vector load_stored(const Bf16 *from) {
-        Words words;
-        std::memcpy(&words, from, sizeof words);
-        return words;
-    }
+    static Vector load_elements(const Element *from) { return load_words(from); }
+    static Vector load_stored(const Bf16 *from) { return load_words(from); }
 #if defined(__AVX512BF16__)
     static Floats multiply_add(Floats sum, Vector a, Vector b) {
         return reinterpret_cast<Floats>(

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "vector.h"
 
@@ -114,18 +113,13 @@ template <bool ADDED, int ROWS = TILES_ROWS>
 void multiply_tiles(const uint32_t *a, ptrdiff_t a_stride, const uint32_t *panel,
                     ptrdiff_t panel_stride, int depth, float *sums, ptrdiff_t sums_stride,
                     TilesAhead = {}) {
-    const auto number = [](uint32_t bits) {
-        float value;
-        std::memcpy(&value, &bits, sizeof value);
-        return value;
-    };
     for (int row = 0; row < ROWS; ++row)
         for (int column = 0; column < TILES_COLUMNS; ++column) {
             float sum = ADDED ? sums[row * sums_stride + column] : 0;
             for (int k = 0; k < depth; ++k) {
                 const uint32_t x = a[row * a_stride + k], y = panel[k * panel_stride + column];
-                sum += number(x << 16) * number(y << 16);
-                sum += number(x & 0xffff0000u) * number(y & 0xffff0000u);
+                sum += first_of(x) * first_of(y);
+                sum += second_of(x) * second_of(y);
             }
             sums[row * sums_stride + column] = sum;
         }

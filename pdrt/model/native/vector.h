@@ -76,6 +76,16 @@ inline Floats load(const Bf16 *from) {
     return as_floats(__builtin_convertvector(halves, Words) << 16);
 }
 
+inline Words load_words(const void *from) {
+    Words words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+
+// The numbers of a pair of bfloat16.
+inline float first_of(uint32_t pair) { return to_float(Bf16{static_cast<uint16_t>(pair)}); }
+inline float second_of(uint32_t pair) { return first_of(pair >> 16); }
+
 inline void store(float *to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
 // Rounds to the nearest, to even if two are as near; NaN stays NaN.

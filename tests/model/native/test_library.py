@@ -128,13 +128,18 @@ def test_one_of_other_sources_is_not_used(tmp_path: Path, caplog: pytest.LogCapt
     assert "works on this processor" in caplog.text
 
 
+def assert_gives_way(folder: Path) -> None:
+    """The library for AVX2 there, to the portable one."""
+    build(folder, "portable", interface_version())
+    kernels = load_kernels(INSTRUCTION_SETS["avx2"], folder)
+    assert kernels is not None
+    assert kernels.isa == "portable"
+
+
 def test_one_that_does_not_load_gives_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     needs_more = 'extern "C" int nobody_has_this();\nint needs() { return nobody_has_this(); }'
     build(tmp_path, "avx2", interface_version(), needs_more)
-    build(tmp_path, "portable", interface_version())
-    kernels = load_kernels(INSTRUCTION_SETS["avx2"], tmp_path)
-    assert kernels is not None
-    assert kernels.isa == "portable"
+    assert_gives_way(tmp_path)
     assert "kernels for avx2 are not used" in caplog.text
     assert "nobody_has_this" in caplog.text
 
@@ -145,10 +150,7 @@ def test_one_that_the_system_refuses_gives_way(
     """As Linux may refuse AMX's registers: 28 is ENOSPC, of a thread's stack for signals."""
     refuses = '#undef pdrt_enable\nextern "C" int pdrt_enable(void) { return 28; }'
     build(tmp_path, "avx2", interface_version(), refuses, ["-Dpdrt_enable=other"])
-    build(tmp_path, "portable", interface_version())
-    kernels = load_kernels(INSTRUCTION_SETS["avx2"], tmp_path)
-    assert kernels is not None
-    assert kernels.isa == "portable"
+    assert_gives_way(tmp_path)
     assert "kernels for avx2 are not used: Linux does not give them" in caplog.text
     assert "No space left" in caplog.text
 

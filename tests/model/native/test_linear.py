@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -85,6 +85,31 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result.double(), expected, rtol=2e-5, atol=2e-5)
 
 
+def assert_same_in_every_batch(layer: Linear, x: Tensor, counts: Sequence[int]) -> None:
+    """To the bit, for so many rows from either end."""
+    together = layer(x)
+    for rows in counts:
+        assert torch.equal(layer(x[:rows]), together[:rows])
+        assert torch.equal(layer(x[-rows:]), together[-rows:])
+
+
+def assert_same_with_one_thread(layer: Linear, x: Tensor) -> None:
+    """Called with two."""
+    two = layer(x)
+    torch.set_num_threads(1)
+    assert torch.equal(layer(x), two)
+
+
+def assert_stays_in_its_row(layer: Linear, x: Tensor, bad: float) -> None:
+    """What is made of it. Spoils a row of `x`."""
+    clean, spoiled_row = layer(x), len(x) // 2
+    x[spoiled_row, 11] = bad
+    spoiled = layer(x)
+    assert not torch.isfinite(spoiled[spoiled_row]).any()
+    others = torch.arange(len(x)) != spoiled_row
+    assert torch.equal(spoiled[others], clean[others])
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_number_of_rows_and_outputs(kernels: Kernels, dtype: torch.dtype) -> None:
     for outputs in range(1, 71):
@@ -125,20 +150,13 @@ def test_a_row_is_the_same_to_the_bit_in_every_batch(
     kernels: Kernels, dtype: torch.dtype, two_threads: None
 ) -> None:
     layer = NativeLinear(kernels, [part(600, 1100, dtype)])
-    x = random(150, 1100)
-    together = layer(x)
-    for rows in (1, 2, 3, 5, 7, 12, 13, 40):
-        assert torch.equal(layer(x[:rows]), together[:rows])
-        assert torch.equal(layer(x[-rows:]), together[-rows:])
+    assert_same_in_every_batch(layer, random(150, 1100), (1, 2, 3, 5, 7, 12, 13, 40))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 70])
 def test_two_threads_equal_one(kernels: Kernels, rows: int, two_threads: None) -> None:
     layer = NativeLinear(kernels, [part(1000, 600, torch.float32)])
-    x = random(rows, 600)
-    two = layer(x)
-    torch.set_num_threads(1)
-    assert torch.equal(layer(x), two)
+    assert_same_with_one_thread(layer, random(rows, 600))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -181,13 +199,7 @@ def test_nan_and_infinity_come_out_in_their_row_only(
     kernels: Kernels, rows: int, dtype: torch.dtype, bad: float
 ) -> None:
     layer = NativeLinear(kernels, [part(41, 30, dtype)])
-    x = random(rows, 30)
-    clean = layer(x)
-    x[rows // 2, 11] = bad
-    spoiled = layer(x)
-    assert not torch.isfinite(spoiled[rows // 2]).any()
-    others = torch.arange(rows) != rows // 2
-    assert torch.equal(spoiled[others], clean[others])
+    assert_stays_in_its_row(layer, random(rows, 30), bad)
 
 
 def test_small_numbers_are_not_flushed_to_zero(kernels: Kernels) -> None:
@@ -260,20 +272,14 @@ class TestPairs:
     ) -> None:
         layer = pair_layer(pair_kernels, [part(600, 1120, HALF)])
         x = random(150, 1120).to(HALF)
-        together = layer(x)
-        for rows in (1, 2, 3, 15, 16, 17, 32, 33, 40, 64):
-            assert torch.equal(layer(x[:rows]), together[:rows])
-            assert torch.equal(layer(x[-rows:]), together[-rows:])
+        assert_same_in_every_batch(layer, x, (1, 2, 3, 15, 16, 17, 32, 33, 40, 64))
 
     @pytest.mark.parametrize("rows", [1, 20, 70])
     def test_two_threads_equal_one(
         self, pair_kernels: Kernels, rows: int, two_threads: None
     ) -> None:
         layer = pair_layer(pair_kernels, [part(1000, 576, HALF)])
-        x = random(rows, 576).to(HALF)
-        two = layer(x)
-        torch.set_num_threads(1)
-        assert torch.equal(layer(x), two)
+        assert_same_with_one_thread(layer, random(rows, 576).to(HALF))
 
     def test_parts_are_packed_one_after_another(self, pair_kernels: Kernels) -> None:
         parts = [part(outputs, 64, HALF, bias=outputs == 7) for outputs in (5, 7, 90, 1)]
@@ -300,13 +306,7 @@ class TestPairs:
         self, pair_kernels: Kernels, rows: int, bad: float
     ) -> None:
         layer = pair_layer(pair_kernels, [part(41, 32, HALF)])
-        x = random(rows, 32).to(HALF)
-        clean = layer(x)
-        x[rows // 2, 11] = bad
-        spoiled = layer(x)
-        assert not torch.isfinite(spoiled[rows // 2]).any()
-        others = torch.arange(rows) != rows // 2
-        assert torch.equal(spoiled[others], clean[others])
+        assert_stays_in_its_row(layer, random(rows, 32).to(HALF), bad)
 
     def test_rows_of_the_packed_weight(self, pair_kernels: Kernels) -> None:
         table = part(1000, 96, HALF, bias=False)
