@@ -102,7 +102,7 @@ def spare_odd_shapes(module: nn.Module) -> None:
         if getattr(layer, "support_avx512bf16_for_cpu", False):
             inputs, outputs = layer.in_features, layer.out_features
             layer.support_avx512bf16_for_cpu = not (
-                inputs % layer.weight.blocksize or inputs % 2 or outputs % PACKED_OUTPUTS
+                inputs % layer.weight.blocksize or outputs % PACKED_OUTPUTS
             )
 
 
