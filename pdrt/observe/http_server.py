@@ -128,6 +128,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.accepting = asyncio.Event()
+        self.servers = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """`sockets`: bound ones; they are closed at the end."""
@@ -135,6 +136,10 @@ class HttpServer(uvicorn.Server):
         try:
             await super().serve(sockets and [*sockets, *copies])
         finally:
+            # Cancelled, it has not come to this: the loop would go on watching numbers of
+            # descriptors that are somebody else's by then, whose own watch would be lost.
+            for server in self.servers:
+                server.close()
             for copy in copies:
                 copy.close()
 

@@ -115,6 +115,27 @@ def test_a_burst_of_clients_comes_in_at_a_few_turns_of_the_loop() -> None:
         assert runner.run(_turns_until_accepted(count)) < count / 2
 
 
+async def test_a_cancelled_server_leaves_nothing_behind_in_the_loop() -> None:
+    """What opens next gets the numbers of its descriptors, and is watched like anything else."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(count_body)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.accepting.wait()
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    for _ in range(ACCEPTED_PER_TURN):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            heard.clear()
+            loop.add_reader(ours.fileno(), heard.set)
+            theirs.send(b"x")
+            async with asyncio.timeout(HANG_SECONDS):
+                await heard.wait()
+            loop.remove_reader(ours.fileno())
+
+
 async def _count_down(scope: Scope, receive: Receive, send: Send) -> None:
     """Pieces by both ways; the direct one is open only between the first and the last."""
     direct: DirectBody = scope["extensions"][DIRECT_BODY]
