@@ -8,11 +8,11 @@ Mapped memory cannot be taken back from a living process: the fence is the death
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
@@ -105,17 +105,16 @@ class LocalSender:
         self._memory = memory_of(pool)
         self._write_seconds_max = write_seconds_max
         self._instances: dict[tuple[Incarnation, int], _Instance] = {}
-        self._thread = ThreadPoolExecutor(1, "pdrt-copy")
         self._loop = asyncio.get_running_loop()
-        # Bounded by what rooms have accepted. The thread has a task until it finds it empty.
-        self._queued: deque[_Copy] = deque()
-        self._is_copying = False
-        self._queue_lock = threading.Lock()
+        # Bounded by what rooms have accepted; None: end.
+        self._queued: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         # Bumped by the copying thread alone, after every piece; read by the watchdogs.
         self._pieces_copied = 0
         # The copying thread's: what has ended, and how, that the loop has not heard of.
         self._ended: list[tuple[_Copy, Exception | None]] = []
         self._told_at = 0.0
+        self._thread = threading.Thread(target=self._copy_queued, name="pdrt-copy", daemon=True)
+        self._thread.start()
 
     async def open(self, decode: Incarnation, generation: int, segments: Sequence[Segment]) -> None:
         """Map every rank's pool, on a thread: a large one of a GPU takes its time.
@@ -151,27 +150,23 @@ class LocalSender:
         instance.idle.clear()
         answer = _OneAnswer(on_settled)
         self._watch(answer, instance, self._pieces_copied)
-        with self._queue_lock:
-            self._queued.append(_Copy(instance, request, answer))
-            is_idle, self._is_copying = not self._is_copying, True
-        if is_idle:
-            self._thread.submit(self._copy_queued)
+        self._queued.put(_Copy(instance, request, answer))
 
     # On the copying thread
 
     def _copy_queued(self) -> None:
-        """Until nothing is queued."""
+        """Until it is told to end."""
         while (copy := self._next()) is not None:
             failure = self._failure_of(copy)
             # Looked up only now: what was there before may have been told from within the copy.
             self._ended.append((copy, failure))
             self._tell_if_due()
-        self._tell()
 
     def _next(self) -> _Copy | None:
-        with self._queue_lock:
-            self._is_copying = bool(self._queued)
-            return self._queued.popleft() if self._queued else None
+        """Before it waits for more, the loop hears of all that has ended."""
+        if self._queued.empty():
+            self._tell()
+        return self._queued.get()
 
     def _failure_of(self, copy: _Copy) -> Exception | None:
         """Carry it out. Whatever it fails with is judged on the loop."""
@@ -253,9 +248,10 @@ class LocalSender:
 
     def close(self) -> None:
         """At exit: queued copies are dropped, the process ends with its thread."""
-        with self._queue_lock:
-            self._queued.clear()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        while not self._queued.empty():
+            with contextlib.suppress(queue.Empty):
+                self._queued.get_nowait()
+        self._queued.put(None)
 
 
 def _descriptor_of(segment: Segment) -> LocalDescriptor:

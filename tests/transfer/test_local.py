@@ -461,7 +461,7 @@ async def test_closing_the_sender_is_silent(
     with caplog.at_level(logging.DEBUG):
         writes.sender.close()
         copies.open()
-        await asyncio.to_thread(writes.sender._thread.shutdown)
+        await asyncio.to_thread(writes.sender._thread.join)
         await asyncio.sleep(0)  # for what the copying thread has told the loop
     said = [record for record in caplog.records if record.name.startswith(("pdrt", "asyncio"))]
     assert said == []
