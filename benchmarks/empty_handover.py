@@ -1,5 +1,5 @@
-"""What a hand-over costs besides its bytes and its forwards: real workers, each a process with a
-stand-in for the executor that returns at once, and pages of 256 bytes.
+"""What a hand-over costs besides its bytes and its forwards: real workers, each a process on cores
+of its own, with a stand-in for the executor that returns at once, and pages of 256 bytes.
 
 A request goes from `Submit` on the decode worker, over grant, room, writes, first token and drain,
 to pages that its sequence may decode on. One at a time, with prompts that nobody has cached.
@@ -13,8 +13,9 @@ import subprocess
 import sys
 
 import uvloop
+from as_worker import as_worker
 from rows import Figures
-from stand_in import instant_executor
+from stand_in import StandIn, instant_executor
 from stand_in_gateway import Peer, gateway_process
 
 from pdrt.config import WorkerConfig
@@ -39,11 +40,13 @@ PHASES = ("queued", "prefill", "transfer")
 
 async def prefill(address: str) -> None:
     """Until its stdin ends."""
-    worker = PrefillWorker(WorkerConfig(gateway=(address,)), instant_executor(PAGES))  # type: ignore[arg-type]
-    running = asyncio.create_task(worker.run())
-    await asyncio.to_thread(sys.stdin.read)
-    worker.loop.end(ExitCode.STOPPED, "measured")
-    await running
+    executor = instant_executor(PAGES)
+    with as_worker("prefill", executor.pool):
+        worker = PrefillWorker(WorkerConfig(gateway=(address,)), executor)  # type: ignore[arg-type]
+        running = asyncio.create_task(worker.run())
+        await asyncio.to_thread(sys.stdin.read)
+        worker.loop.end(ExitCode.STOPPED, "measured")
+        await running
 
 
 def prefill_process(address: str) -> subprocess.Popen[bytes]:
@@ -63,6 +66,18 @@ async def measure(prompt_tokens: int) -> Figures:
 
 async def _measure(peer: Peer, prompt_tokens: int) -> Figures:
     executor = instant_executor(PAGES)
+    with as_worker("decode", executor.pool):
+        timings = await _timings(peer, executor, prompt_tokens)
+    sums = [1e3 * sum(each[phase] for phase in PHASES) for each in timings]
+    parts = {
+        f"{phase}_ms": 1e3 * statistics.median(each[phase] for each in timings) for phase in PHASES
+    }
+    p99 = statistics.quantiles(sums, n=100)[98]
+    return {"handover_ms": statistics.median(sums), "handover_p99_ms": p99, **parts}
+
+
+async def _timings(peer: Peer, executor: StandIn, prompt_tokens: int) -> list[dict[str, float]]:
+    """Seconds by phase, of each hand-over once it is warm."""
     worker = DecodeWorker(WorkerConfig(gateway=(peer.address,)), executor)  # type: ignore[arg-type]
     running = asyncio.create_task(worker.run())
     try:
@@ -77,13 +92,7 @@ async def _measure(peer: Peer, prompt_tokens: int) -> Figures:
         worker.loop.end(ExitCode.STOPPED, "measured")
         await running
         executor.pool.close()
-    timings = all_timings[WARM_UP:]
-    sums = [1e3 * sum(each[phase] for phase in PHASES) for each in timings]
-    parts = {
-        f"{phase}_ms": 1e3 * statistics.median(each[phase] for each in timings) for phase in PHASES
-    }
-    p99 = statistics.quantiles(sums, n=100)[98]
-    return {"handover_ms": statistics.median(sums), "handover_p99_ms": p99, **parts}
+    return all_timings[WARM_UP:]
 
 
 async def _paired(worker: DecodeWorker) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import uvloop
 from bars import Document
 from documents import Output, add_flags, finish
 from empty_handover import PROMPTS
@@ -206,7 +207,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="medians of so many clean runs")
     add_flags(parser)
     options = parser.parse_args()
-    rows = asyncio.run(measure_all(options))
+    rows = uvloop.run(measure_all(options))
     print_rows(rows)
     document = Document("transfer", flat(rows) | to_mooncake(rows), unclean(rows))
     return finish(document, {"rows": rows}, Output(options.json, options.check))

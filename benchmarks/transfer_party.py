@@ -1,4 +1,5 @@
-"""The two ends that `transfer.py` measures, each a process: JSON lines in, JSON lines out.
+"""The two ends that `transfer.py` measures, each a process as a worker's: JSON lines in, JSON lines
+out.
 
 A receiver exposes a pool and sits there. A sender is told what to send, and says when it began
 and when its last write had settled, on the clock that all processes of a machine share.
@@ -14,12 +15,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 import uvloop
+from as_worker import as_worker
 from raw_sockets import Sending, listen, receive
 
 from pdrt.cli.torture.engines import End, make_receiver, make_sender
@@ -106,7 +109,7 @@ class Took(msgspec.Struct, frozen=True, tag=True):
     ended: float
 
 
-Job = Reach | Runs | Copy | Raw | Sync | Prompt
+Job = Runs | Copy | Raw | Sync | Prompt
 Answer = TypeVar("Answer")
 
 
@@ -156,6 +159,11 @@ def pool_of(rank: int, ranks: int) -> KvPool:
 async def receiver() -> None:
     show = msgspec.json.decode(sys.stdin.buffer.readline(), type=Show)
     pool = pool_of(show.rank, show.ranks)
+    with as_worker("decode", pool):
+        await _receive(show, pool)
+
+
+async def _receive(show: Show, pool: KvPool) -> None:
     rooms = WritableRooms(pool.layout.page_bytes)
     engine = make_receiver(End(show.engine, HOST), pool, show.rank, rooms)
     segment = await engine.open_segment(show.rank, ENDPOINT, GENERATION)
@@ -164,7 +172,6 @@ async def receiver() -> None:
     port = receive_raw(show.connections) if show.connections else 0
     say(Shown(segment, port))
     await asyncio.to_thread(sys.stdin.read)
-    os._exit(0)
 
 
 def receive_raw(connections: int) -> int:
@@ -184,9 +191,9 @@ def warm_memory() -> mmap.mmap:
 class Sender:
     """Carries out jobs, one after the other."""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, pool: KvPool) -> None:
         self._reach = reach
-        self._pool = pool_of(reach.rank, reach.ranks)
+        self._pool = pool
         self._engine = make_sender(End(reach.engine, HOST), self._pool)
         self._room = RoomId(reach.decode, ROOM)
         source = (ctypes.c_char * self._pool.size_bytes).from_address(self._pool.address)
@@ -309,20 +316,30 @@ def runs_of(job: Runs) -> list[tuple[int, Sequence[ByteRange]]]:
 
 
 async def sender() -> None:
-    made: Sender | None = None
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Job)
+    reach = msgspec.json.decode(sys.stdin.buffer.readline(), type=Reach)
+    pool = pool_of(reach.rank, reach.ranks)
+    with as_worker("prefill", pool):
+        await _send(Sender(reach, pool))
+
+
+async def _send(made: Sender) -> None:
+    await made.open()
+    say(Took(0.0, 0.0))
+    decoder: msgspec.json.Decoder[Job] = msgspec.json.Decoder(Job)
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-        job = decoder.decode(line)
-        if isinstance(job, Reach):
-            made = Sender(job)
-            await made.open()
-            say(Took(0.0, 0.0))
-        else:
-            assert made is not None
-            say(await made.do(job))
+        say(await made.do(decoder.decode(line)))
+
+
+def main() -> None:
+    """Ends at once, whatever threads the engines and sockets still have."""
+    torch.set_num_threads(1)
+    try:
+        uvloop.run({"receiver": receiver, "sender": sender}[sys.argv[1]]())
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    uvloop.run({"receiver": receiver, "sender": sender}[sys.argv[1]]())
+    main()
