@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 from pdrt.transfer.writable import Verdict
 
-MAGIC = b"pdrt-kv1"
+MAGIC = b"pdrt-kv2"
 """Names the protocol and its version."""
 TOKEN_BYTES = 16
-PIECE_BYTES_MAX = 2 << 20
-"""Also what a fence may have to wait for: one piece of each connection."""
+PIECE_BYTES_MAX = 512 << 10
+"""Also what a fence may have to wait for: one piece of each connection. Larger ones, sent in one
+call, push out of the caches what the receiver is to read (measured: 2 MB, a quarter slower)."""
 PIECE_RANGES_MAX = 512
 """Below IOV_MAX, so that a piece is read and sent by one call."""
 
