@@ -43,7 +43,7 @@ def deployment_of(
     names = [f"prefill-{n}" for n in range(up.prefill_workers)]
     names += [f"decode-{n}" for n in range(up.decode_workers)]
     assert len(shares) == len(names)
-    ranks = up.device.tensor_parallel_size or 1
+    ranks = _ranks_each(up.device, len(names))
     _check_gpus(up, len(names), ranks)
     dealt = [_deal(gpus, worker * ranks, ranks) for worker in range(len(names))]
     crowd = Counter(gpu for mine in dealt for gpu in mine)
@@ -57,7 +57,7 @@ def deployment_of(
             host=LOOPBACK,
             port=0,
             model=replace(named, gpu_memory_utilization=memory),
-            device=_device(up.device, share, mine),
+            device=_device(up.device, share, mine, ranks),
         )
     # On whichever of their cores has time: beside prefill alone, which is what a burst waits for,
     # it made eight clients' first tokens some 8 % later.
@@ -76,6 +76,14 @@ def _shared_fields(up: UpConfig, config_type: type[Config]) -> Config:
     """The role's config with every field that `up` has too; `model` means different things."""
     names = {field.name for field in msgspec.structs.fields(config_type)} - {"model"}
     return config_type(**{name: getattr(up, name) for name in names if hasattr(up, name)})
+
+
+def _ranks_each(device: DeviceConfig, workers: int) -> int:
+    """Ranks of each worker: as told, else all GPUs that are named, where that comes out even."""
+    if device.tensor_parallel_size is not None:
+        return device.tensor_parallel_size
+    named = 0 if device.gpus is None else len(parse_id_list(device.gpus, "--gpus"))
+    return 1 if named % workers else max(1, named // workers)
 
 
 def _check_gpus(up: UpConfig, workers: int, ranks: int) -> None:
@@ -104,9 +112,9 @@ def _deal(gpus: Sequence[int], first: int, count: int) -> tuple[int, ...]:
     return tuple(gpus[(first + n) % len(gpus)] for n in range(count)) if gpus else ()
 
 
-def _device(device: DeviceConfig, share: Share, gpus: Sequence[int]) -> DeviceConfig:
+def _device(device: DeviceConfig, share: Share, gpus: Sequence[int], ranks: int) -> DeviceConfig:
     cpus = ranges(share.cpus) if share.cpus else None
-    if cpus is not None and len(share.cpus) < (device.tensor_parallel_size or 1):
+    if cpus is not None and len(share.cpus) < ranks:
         # Ranks that have no core each take turns on all that `up` has, not on this worker's few.
         cpus = device.cpus
     return replace(

@@ -14,7 +14,7 @@ from pdrt.cli.up import reachable
 from pdrt.cli.validate import validate
 from pdrt.config import ApiConfig, DeviceConfig, ModelConfig, ObserveConfig, UpConfig
 from pdrt.errors import ConfigError
-from pdrt.model.resources import parse_id_list
+from pdrt.model.resources import parse_id_list, rank_count
 
 TWO = [Share((0,), 1), Share((1,), 1)]
 
@@ -120,16 +120,30 @@ def test_a_worker_of_several_ranks_gets_a_gpu_for_each() -> None:
     assert {w.device.gpus for w in workers.values()} == {None}, "ranks on CPUs share cores"
 
 
+def test_named_devices_are_shared_out_evenly() -> None:
+    """All of them are used, without a word about tensor parallelism."""
+    up = UpConfig(device=DeviceConfig(gpus="0-7"))
+    workers = deployment_of(up, Path("/m"), TWO, gpus=tuple(range(8))).workers
+    assert [w.device.gpus for w in workers.values()] == ["0,1,2,3", "4,5,6,7"]
+    assert [rank_count(w.device) for w in workers.values()] == [4, 4]
+    assert {w.device.cpus for w in workers.values()} == {None}, "no core for each rank"
+    few = UpConfig(device=DeviceConfig(gpus="3"))
+    workers = deployment_of(few, Path("/m"), TWO, gpus=(3,)).workers
+    assert [w.device.gpus for w in workers.values()] == ["3", "3"]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("gpus", "ranks", "words"),
     [
-        (None, "names 8 devices, and 2 workers of 1 ranks use 2: give a larger"),
-        (2, r"names 8 devices, and 2 workers of 2 ranks use 4: .*, or name 4"),
+        ("0-6", None, "names 7 devices, and 2 workers of 1 ranks use 2: give a larger"),
+        ("0-7", 2, r"names 8 devices, and 2 workers of 2 ranks use 4: .*, or name 4"),
     ],
 )
-def test_devices_that_nobody_would_use_are_refused(ranks: int | None, words: str) -> None:
-    up = UpConfig(device=DeviceConfig(gpus="0-7", tensor_parallel_size=ranks))
-    with pytest.raises(ConfigError, match=f"--gpus 0-7 {words}"):
+def test_devices_that_nobody_would_use_are_refused(
+    gpus: str, ranks: int | None, words: str
+) -> None:
+    up = UpConfig(device=DeviceConfig(gpus=gpus, tensor_parallel_size=ranks))
+    with pytest.raises(ConfigError, match=f"--gpus {gpus} {words}"):
         deployment_of(up, Path("/m"), TWO, gpus=tuple(range(8)))
 
 
