@@ -136,8 +136,8 @@ class HttpServer(uvicorn.Server):
         try:
             await super().serve(sockets and [*sockets, *copies])
         finally:
-            # Cancelled, it has not come to this: the loop would go on watching numbers of
-            # descriptors that are somebody else's by then, whose own watch would be lost.
+            # Cancelled, it has not come to this. uvloop would keep the listeners open; asyncio
+            # would go on watching their numbers, and not what gets these next.
             for server in self.servers:
                 server.close()
             for copy in copies:

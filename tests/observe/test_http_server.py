@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import AsyncIterator
 from itertools import repeat
@@ -115,25 +116,44 @@ def test_a_burst_of_clients_comes_in_at_a_few_turns_of_the_loop() -> None:
         assert runner.run(_turns_until_accepted(count)) < count / 2
 
 
-async def test_a_cancelled_server_leaves_nothing_behind_in_the_loop() -> None:
-    """What opens next gets the numbers of its descriptors, and is watched like anything else."""
+async def _serve_and_cancel() -> tuple[str, int]:
+    """Where nobody listens any more."""
     listener = socket.create_server(("127.0.0.1", 0))
+    address: tuple[str, int] = listener.getsockname()
     server = HttpServer(count_body)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await server.accepting.wait()
-    loop, heard = asyncio.get_running_loop(), asyncio.Event()
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving
-    for _ in range(ACCEPTED_PER_TURN):
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            heard.clear()
-            loop.add_reader(ours.fileno(), heard.set)
-            theirs.send(b"x")
-            async with asyncio.timeout(HANG_SECONDS):
-                await heard.wait()
-            loop.remove_reader(ours.fileno())
+    return address
+
+
+async def test_listeners_of_a_cancelled_server_are_watched_no_more() -> None:
+    """What opens next gets the numbers of their descriptors, and is watched like anything else."""
+    await _serve_and_cancel()
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    pairs = [socket.socketpair() for _ in range(ACCEPTED_PER_TURN)]
+    for ours, theirs in pairs:
+        heard.clear()
+        loop.add_reader(ours.fileno(), heard.set)
+        theirs.send(b"x")
+        async with asyncio.timeout(HANG_SECONDS):
+            await heard.wait()
+        loop.remove_reader(ours.fileno())
+    for each in itertools.chain(*pairs):
+        each.close()
+
+
+def test_a_cancelled_server_closes_its_listeners_on_our_loop_too() -> None:
+    async def run() -> None:
+        address = await _serve_and_cancel()
+        await asyncio.sleep(0)  # libuv closes at the end of a turn
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
 
 
 async def _count_down(scope: Scope, receive: Receive, send: Send) -> None:
