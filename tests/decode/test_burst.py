@@ -21,6 +21,8 @@ from tests.decode.deployment import (
 from tests.prefill.executor import StandInExecutor, output_of
 
 REQUESTS = 2000
+REQUESTS_MAX = 5 * REQUESTS
+"""Some ten times as long as a pair takes."""
 DEFAULTS = ProtocolConfig()
 PUNCTUAL = msgspec.structs.replace(
     PROTOCOL,
@@ -36,7 +38,7 @@ async def test_two_thousand_requests_at_once_while_workers_shake_hands(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """They wait for the first pair, which is made in the middle of them; a second prefill worker
-    joins while the queue is long."""
+    joins while the queue is long, and it stays long until that one is paired."""
     deployment = Deployment(GatewayPeer())
     scheduler = msgspec.structs.replace(
         SCHEDULER, queue_max=REQUESTS, max_num_seqs=64, max_num_batched_tokens=256
@@ -56,6 +58,8 @@ async def test_two_thousand_requests_at_once_while_workers_shake_hands(
         assert finished.reason is FinishReason.LENGTH, finished
         prompt = stream.submit.token_ids
         assert stream.tokens == output_of(prompt, stream.submit.sampling.max_tokens)
+        if len(decode.table.usable_endpoints()) < 2 and len(streams) < REQUESTS_MAX:
+            streams.append(submit(deployment, decode.incarnation, len(streams)))
     assert len(decode.table.usable_endpoints()) == 2, "the one that joined was not kept waiting"
     assert "lost" not in caplog.text
     assert "room failed" not in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -173,10 +174,11 @@ async def test_a_worker_that_no_gateway_hears_is_not_ready(pair: Pair) -> None:
     # Another life of the gateway, which has not answered yet.
     for worker in (pair.prefill, pair.decode):
         status = 200
-        while status == 200:  # an answer may have been on its way
-            for link in worker.links._links:
-                link.registration.gateway = None
-            status, body = await probe(worker.http)
+        async with asyncio.timeout(HANG_SECONDS):
+            while status == 200:  # an answer may have been on its way
+                for link in worker.links._links:
+                    link.registration.gateway = None
+                status, body = await probe(worker.http)
         assert status == 503
         assert body["reasons"] == [f"gateway {pair.gateway.address} does not answer"]
     pair.gateway.is_mute = False
