@@ -96,7 +96,7 @@ class _Copy(NamedTuple):
 
 
 class LocalSender:
-    """The prefill side: one copying thread per rank, in order of acceptance."""
+    """The prefill side: one copying thread per rank, in order of acceptance, until it is closed."""
 
     name = NAME
 
@@ -161,6 +161,7 @@ class LocalSender:
             # Looked up only now: what was there before may have been told from within the copy.
             self._ended.append((copy, failure))
             self._tell_if_due()
+        self._tell()
 
     def _next(self) -> _Copy | None:
         """Before it waits for more, the loop hears of all that has ended."""
@@ -247,9 +248,11 @@ class LocalSender:
         await on_own_thread(_unmap, list(instance.mappings.values()))
 
     def close(self) -> None:
-        """At exit: queued copies are dropped, the process ends with its thread."""
-        while not self._queued.empty():
-            with contextlib.suppress(queue.Empty):
+        """At exit: queued copies are dropped, what is being copied is the thread's last."""
+        for instance in self._instances.values():
+            instance.takes_writes = False
+        with contextlib.suppress(queue.Empty):
+            while True:
                 self._queued.get_nowait()
         self._queued.put(None)
 

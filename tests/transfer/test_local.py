@@ -461,8 +461,12 @@ async def test_closing_the_sender_is_silent(
     with caplog.at_level(logging.DEBUG):
         writes.sender.close()
         copies.open()
-        await asyncio.to_thread(writes.sender._thread.join)
-        await asyncio.sleep(0)  # for what the copying thread has told the loop
+        await asyncio.to_thread(writes.sender._thread.join, HANG_SECONDS)
+        await writes.settled(0)
+        with pytest.raises(EngineError):
+            writes.write(3, [(0, 0)])
+    assert not writes.sender._thread.is_alive()
+    assert writes.answers == {0: [WriteOutcome.COMPLETED], 1: [], 2: [], 3: []}
     said = [record for record in caplog.records if record.name.startswith(("pdrt", "asyncio"))]
     assert said == []
     writes.pool.close()

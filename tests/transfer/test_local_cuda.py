@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
@@ -96,8 +96,10 @@ class Writes:
 
 
 @pytest.fixture
-async def writes(cuda: FakeCuda) -> Writes:
-    return Writes(cuda)
+async def writes(cuda: FakeCuda) -> AsyncIterator[Writes]:
+    made = Writes(cuda)
+    yield made
+    made.sender.close()
 
 
 async def opened(writes: Writes, remote: Remote, generation: int = 1) -> None:
