@@ -22,7 +22,7 @@ from pdrt.kv.pool import KvPool
 from pdrt.protocol.messages import Segment
 from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import ByteRange, WriteRequest
-from pdrt.transfer.mooncake import writes
+from pdrt.transfer.mooncake import poller
 from pdrt.transfer.mooncake.receiver import MooncakeReceiver
 from pdrt.transfer.mooncake.sender import MooncakeSender
 from tests.transfer.forked import Forked
@@ -92,7 +92,7 @@ class _Sending:
 
     def __init__(self, byte: int, write_seconds_max: float) -> None:
         # The longer a transfer, the more of it is still to come when its writer is stopped.
-        writes.RUN_BYTES_MAX = HALF
+        poller.TCP_RUN_BYTES_MAX = HALF
         self.pool = new_pool(byte)
         self.sender = MooncakeSender(self.pool, HOST, CONFIG, write_seconds_max)
         self.repeating = True

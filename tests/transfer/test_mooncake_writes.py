@@ -26,7 +26,7 @@ class Trace:
     """Drives one instance as the poller does; transfers are numbered from 100 on."""
 
     def __init__(self) -> None:
-        self.writes = InstanceWrites()
+        self.writes = InstanceWrites(RUN_BYTES_MAX)
         self.answers: list[Answer] = []
         self.next_transfer = 100
 

@@ -72,6 +72,7 @@ class Instance:
             EngineError: it cannot be made.
         """
         self._protocol = config.mooncake_protocol
+        self.is_tcp = self._protocol == TCP
         before = _listening_ports()
         engine = factory()
         if engine.initialize(host, NO_METADATA_SERVER, self._protocol, config.mooncake_devices):
@@ -92,7 +93,7 @@ class Instance:
 
     def _find_data_port(self, new_ports: set[int]) -> int:
         ports = sorted(new_ports)
-        if self._protocol != TCP:
+        if not self.is_tcp:
             if ports:
                 raise EngineError(
                     f"mooncake was asked for {self._protocol} and uses TCP (it listens on "
@@ -121,7 +122,7 @@ class Instance:
         """Connect to a peer that has memory registered at `address`. Blocks, without the GIL.
         Returns why it failed, in words: an exception would keep a reference to the engine."""
         assert self.engine is not None
-        if self._protocol == TCP:
+        if self.is_tcp:
             # Reading one byte takes the way of all later writes and changes nothing there.
             scratch = ctypes.addressof(self._scratch)
             transfer = self.engine.batch_transfer_async_read(peer, [scratch], [address], [1])
@@ -138,7 +139,7 @@ class Instance:
 
     def retire(self) -> Fence:
         """End all writes into its memory, for good. Blocks; call it from a thread."""
-        if self._protocol == TCP and self._closes_sessions():
+        if self.is_tcp and self._closes_sessions():
             return Fence.SESSIONS_CLOSED
         self.destroy()
         return Fence.DESTROYED

@@ -17,7 +17,13 @@ import msgspec
 from pdrt.transfer.engine import ByteRange
 from pdrt.transfer.mooncake.instance import Instance
 from pdrt.transfer.mooncake.library import DONE_CODE, NOT_SUBMITTED, RUNNING_CODES
-from pdrt.transfer.mooncake.writes import Answer, InstanceWrites, TransferState
+from pdrt.transfer.mooncake.writes import (
+    RUN_BYTES_MAX,
+    TCP_RUN_BYTES_MAX,
+    Answer,
+    InstanceWrites,
+    TransferState,
+)
 
 POLL_SECONDS = 0.0002
 """Between two looks while something moves: a transfer of some hundred KB takes as long."""
@@ -52,7 +58,7 @@ class Flight:
         self.targets = targets
         self.takes_writes = True
         """The loop's: it has not heard that nothing more is submitted."""
-        self.writes = InstanceWrites()
+        self.writes = InstanceWrites(TCP_RUN_BYTES_MAX if instance.is_tcp else RUN_BYTES_MAX)
         self.moved_at = 0.0
         """When a transfer last ended, or one began while none was out."""
         self.close_by: float | None = None

@@ -23,11 +23,12 @@ from pdrt.protocol.room_writer import WriteOutcome
 from pdrt.transfer.engine import ByteRange
 from pdrt.transfer.sending import cut
 
-RUN_BYTES_MAX = 192 * 1024
-"""A transfer costs as much as 100 KB whatever its size. Larger ones have more bytes on their way
-at a time: between processes of one host, each on cores of its own, the kernel's pages for them
-outgrow the caches, and everything takes twice as long for a while (measured over TCP: 384 KB moved
-3.0 or 1.3 GB/s, by turns; 192 KB always 2.5 to 2.9)."""
+RUN_BYTES_MAX = 2 * 1024 * 1024
+TCP_RUN_BYTES_MAX = 192 * 1024
+"""Over TCP a transfer costs as much as 100 KB whatever its size. Larger ones have more bytes on
+their way at a time: between processes of one host, each on cores of its own, the kernel's pages for
+them outgrow the caches, and everything takes twice as long for a while (measured: 384 KB moved 3.0
+or 1.3 GB/s, by turns; 192 KB always 2.5 to 2.9)."""
 WINDOW = 64
 """Transfers out at once per decode rank. The library fails what is queued beyond some 2,000, and
 what waits too long there delays later calls too."""
@@ -72,7 +73,9 @@ class _Write:
 class InstanceWrites:
     """Events in, answers out. Knows no library, thread or clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_bytes_max: int) -> None:
+        """`run_bytes_max`: of one transfer."""
+        self._run_bytes_max = run_bytes_max
         self.stopped: str | None = None
         """Why nothing more is submitted, in words."""
         # Runs to be submitted, by decode rank, in order of acceptance. Empty once stopped.
@@ -103,7 +106,7 @@ class InstanceWrites:
         assert write not in self._writes, write
         if self.stopped is not None:
             return [Answer(write, WriteOutcome.FAILED, self.stopped)]
-        runs = list(cut(ranges, RUN_BYTES_MAX))
+        runs = list(cut(ranges, self._run_bytes_max))
         assert runs, write
         self._writes[write] = _Write(len(runs))
         queue = self._waiting.setdefault(decode_rank, deque())
