@@ -43,7 +43,7 @@ def deployment_of(
     names = [f"prefill-{n}" for n in range(up.prefill_workers)]
     names += [f"decode-{n}" for n in range(up.decode_workers)]
     assert len(shares) == len(names)
-    ranks = _ranks_each(up.device, len(names))
+    ranks = ranks_each(up)
     _check_gpus(up, len(names), ranks)
     dealt = [_deal(gpus, worker * ranks, ranks) for worker in range(len(names))]
     crowd = Counter(gpu for mine in dealt for gpu in mine)
@@ -78,12 +78,17 @@ def _shared_fields(up: UpConfig, config_type: type[Config]) -> Config:
     return config_type(**{name: getattr(up, name) for name in names if hasattr(up, name)})
 
 
-def _ranks_each(device: DeviceConfig, workers: int) -> int:
-    """Ranks of each worker: as told, else all GPUs that are named, where that comes out even."""
-    if device.tensor_parallel_size is not None:
-        return device.tensor_parallel_size
-    named = 0 if device.gpus is None else len(parse_id_list(device.gpus, "--gpus"))
-    return 1 if named % workers else max(1, named // workers)
+def ranks_each(up: UpConfig) -> int:
+    """Ranks of each worker: as told, else as many as use all GPUs that are named, where that comes
+    out even."""
+    if up.device.tensor_parallel_size is not None:
+        return up.device.tensor_parallel_size
+    if up.device.gpus is None:
+        return 1
+    ranks, left = divmod(
+        len(parse_id_list(up.device.gpus, "--gpus")), up.prefill_workers + up.decode_workers
+    )
+    return 1 if left else ranks
 
 
 def _check_gpus(up: UpConfig, workers: int, ranks: int) -> None:
@@ -94,8 +99,9 @@ def _check_gpus(up: UpConfig, workers: int, ranks: int) -> None:
     if named > used:
         raise ConfigError(
             f"--gpus {up.device.gpus} names {named} devices, and {workers} workers of {ranks} "
-            f"ranks use {used}: give a larger --tensor-parallel-size (ranks of each worker), more "
-            f"--prefill-workers or --decode-workers, or name {used}"
+            f"ranks use {used}: name {used}, or as many for each worker; or give a larger "
+            "--tensor-parallel-size (ranks of each worker), more --prefill-workers or "
+            "--decode-workers"
         )
 
 

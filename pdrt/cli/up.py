@@ -24,6 +24,7 @@ from pdrt.cli.deployment import (
     Deployment,
     child_environment,
     deployment_of,
+    ranks_each,
     served_name,
     visible_gpus,
 )
@@ -99,7 +100,7 @@ def _within_memory(config: UpConfig, model: Path, workers: int, terminal: Termin
 
 
 def _cpus(config: UpConfig) -> tuple[int, ...]:
-    cpus = named_cpus(config.device, config.device.tensor_parallel_size or 1)
+    cpus = named_cpus(config.device, ranks_each(config))
     if cpus is None:
         return allowed_cpus()
     if missing := sorted(set(cpus) - set(allowed_cpus())):

@@ -114,7 +114,7 @@ def check_split(config: Mapping[str, Any], ranks: int, quantization: str | None)
     """
     if ranks == 1:
         return
-    asked = f"--tensor-parallel-size {ranks}"
+    asked = _asked(ranks)
     if quantization is not None:
         raise ModelError(
             f"{asked}: weights quantized with {quantization} cannot be split over ranks; take the "
@@ -139,11 +139,15 @@ def shard_of(config: Any, rank: int, ranks: int) -> Shard:
     if not _divides(heads, kv_heads, ranks):
         sizes = [str(n) for n in range(1, heads + 1) if _divides(heads, kv_heads, n)]
         raise ModelError(
-            f"--tensor-parallel-size {ranks}: {heads} attention heads and {kv_heads} KV heads do "
-            f"not divide over {ranks} ranks; sizes that do are {', '.join(sizes)}"
+            f"{_asked(ranks)}: {heads} attention heads and {kv_heads} KV heads do not divide over "
+            f"{ranks}; sizes that do are {', '.join(sizes)}"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Shard(rank, ranks, heads, kv_heads, head_dim)
+
+
+def _asked(ranks: int) -> str:
+    return f"{ranks} ranks (--tensor-parallel-size, or one on each device of --gpus)"
 
 
 def _divides(heads: int, kv_heads: int, ranks: int) -> bool:

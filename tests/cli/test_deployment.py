@@ -135,8 +135,12 @@ def test_named_devices_are_shared_out_evenly() -> None:
 @pytest.mark.parametrize(
     ("gpus", "ranks", "words"),
     [
-        ("0-6", None, "names 7 devices, and 2 workers of 1 ranks use 2: give a larger"),
-        ("0-7", 2, r"names 8 devices, and 2 workers of 2 ranks use 4: .*, or name 4"),
+        (
+            "0-6",
+            None,
+            "names 7 devices, and 2 workers of 1 ranks use 2: name 2, or as many for each",
+        ),
+        ("0-7", 2, r"names 8 devices, and 2 workers of 2 ranks use 4: name 4, or as many for each"),
     ],
 )
 def test_devices_that_nobody_would_use_are_refused(
@@ -144,7 +148,7 @@ def test_devices_that_nobody_would_use_are_refused(
 ) -> None:
     up = UpConfig(device=DeviceConfig(gpus=gpus, tensor_parallel_size=ranks))
     with pytest.raises(ConfigError, match=f"--gpus {gpus} {words}"):
-        deployment_of(up, Path("/m"), TWO, gpus=tuple(range(8)))
+        deployment_of(up, Path("/m"), TWO, gpus=parse_id_list(gpus, "--gpus"))
 
 
 def test_devices_that_are_there_need_not_all_be_used() -> None:

@@ -144,19 +144,27 @@ def test_a_rank_has_a_configuration_of_its_own() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ModelError, match=r"9 attention heads and 3 KV heads.*2 ranks.*are 1, 3, 9"):
+    with pytest.raises(
+        ModelError, match=r"9 attention heads and 3 KV heads.* over 2; .*are 1, 3, 9"
+    ):
         shard_of(config(9, 3), 0, 2)
-    with pytest.raises(ModelError, match=r"4 attention heads and 4 KV heads.*8 ranks.*are 1, 2, 4"):
+    with pytest.raises(
+        ModelError, match=r"4 attention heads and 4 KV heads.* over 8; .*are 1, 2, 4"
+    ):
         shard_of(config(4, 4), 0, 8)
     # The queries divide, the keys do not.
-    with pytest.raises(ModelError, match=r"12 attention heads and 3 KV heads.*4 ranks"):
+    with pytest.raises(ModelError, match=r"12 attention heads and 3 KV heads.* over 4;"):
         shard_of(config(12, 3), 0, 4)
 
 
 def test_what_cannot_be_split_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="--tensor-parallel-size 2: model_type 'gpt2'"):
+    with pytest.raises(
+        ModelError, match=r"2 ranks \(--tensor-parallel-size, .*\): model_type 'gpt2'"
+    ):
         check_split({"model_type": "gpt2"}, 2, None)
-    with pytest.raises(ModelError, match="--tensor-parallel-size 3: weights quantized with awq"):
+    with pytest.raises(
+        ModelError, match=r"3 ranks \(--tensor-parallel-size, .*\): weights quantized with awq"
+    ):
         check_split({"model_type": "llama"}, 3, "awq")
     check_split({"model_type": "gpt2"}, 1, "awq")
     check_split({"model_type": "llama"}, 2, None)
