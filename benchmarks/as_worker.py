@@ -1,5 +1,6 @@
-"""Has a process of a benchmark run as the workers of `pdrt up` do on this machine: on cores of its
-own, its pool resident, and without the garbage collector going through what was imported."""
+"""Has a process of a benchmark run as a rank of `pdrt up` does, with one prefill and one decode
+worker: on the cores that it would have there, its pool resident, and without the garbage collector
+going through what was imported."""
 
 from __future__ import annotations
 
@@ -13,20 +14,27 @@ from pdrt.cli.cores import allowed_cpus, ranges, share_cores
 from pdrt.config import DeviceConfig
 from pdrt.kv.pool import KvPool
 from pdrt.model.cgroup import cpu_quota
+from pdrt.model.resources import share_device
 from pdrt.model.steady import steady
 
 ROLES = ("prefill", "decode")
 
 
-@contextmanager
-def as_worker(role: str, pool: KvPool) -> Iterator[None]:
-    """Of one prefill and one decode worker; all ranks of one of them share its cores. For this
-    thread and those that it starts within."""
+def device_of(role: str, rank: int, ranks: int) -> DeviceConfig:
+    """Cores of one rank; ranks that have no core each take turns on all that there are."""
     share = share_cores(allowed_cpus(), cpu_quota(), len(ROLES))[ROLES.index(role)]
+    cpus = ranges(share.cpus) if share.cpus and len(share.cpus) >= ranks else None
+    worker = DeviceConfig(cpus=cpus, tensor_parallel_size=ranks)
+    return share_device(worker, allowed_cpus(), cpu_quota())[rank]
+
+
+@contextmanager
+def as_worker(role: str, pool: KvPool, rank: int = 0, ranks: int = 1) -> Iterator[None]:
+    """For this thread and those that it starts within."""
     cpus, interval = allowed_cpus(), sys.getswitchinterval()
-    gc.freeze()
-    steady(pool, DeviceConfig(cpus=ranges(share.cpus) if share.cpus else None))
     try:
+        gc.freeze()
+        steady(pool, device_of(role, rank, ranks))
         yield
     finally:
         gc.unfreeze()

@@ -82,12 +82,10 @@ async def _timings(peer: Peer, executor: StandIn, prompt_tokens: int) -> list[di
     running = asyncio.create_task(worker.run())
     try:
         endpoints = await _paired(worker)
-        all_timings = [
-            await _hand_over(
-                worker, RequestId(peer.incarnation, serial, 1), prompt_tokens, endpoints
-            )
-            for serial in range(1, WARM_UP + HANDOVERS + 1)
-        ]
+        all_timings = []
+        for serial in range(1, WARM_UP + HANDOVERS + 1):
+            name = RequestId(peer.incarnation, serial, 1)
+            all_timings.append(await _hand_over(worker, name, prompt_tokens, endpoints))
     finally:
         worker.loop.end(ExitCode.STOPPED, "measured")
         await running
@@ -114,7 +112,9 @@ async def _hand_over(
     request = worker.scheduler.requests.get(name)
     if request is None:
         raise PdrtError("the decode worker refused a request")
-    while name in worker.scheduler.requests:  # noqa: ASYNC110
+    while name in worker.scheduler.requests:
+        if worker.loop.is_ending:
+            raise PdrtError("the decode worker has ended")
         await asyncio.sleep(POLL_SECONDS)
     if "decode" not in request.timings or request.timings.keys() < set(PHASES):
         raise PdrtError(f"a request was not handed over: {request.timings}")

@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import uvloop
+from as_worker import device_of
 from bars import Document
 from documents import Output, add_flags, finish
 from empty_handover import PROMPTS
@@ -45,6 +47,7 @@ from transfer_party import (
 from pdrt.cli.torture.engines import ENGINES
 from pdrt.config import WorkerConfig
 from pdrt.ids import new_incarnation
+from pdrt.model.resources import usable_cpus
 from pdrt.transfer.engines import tcp_connections
 
 KIB = 1024
@@ -148,7 +151,7 @@ def measure_prompt(rigs: dict[str, Rig]) -> Figures:
 
 async def runs_rows(engine: str, repeats: int) -> list[Row]:
     """A row per size."""
-    with rig(engine, 1, 1, tcp_connections(WorkerConfig())) as made:
+    with rig(engine, 1, 1, connections()) as made:
 
         def take(size: int) -> Take:
             async def measure(attempt: int) -> Figures:
@@ -160,6 +163,16 @@ async def runs_rows(engine: str, repeats: int) -> list[Row]:
             await repeat(f"{engine}_{name}", take(size), (), repeats)
             for name, size in SIZES.items()
         ]
+
+
+def connections() -> int:
+    """As many as the tcp engine has, whose sender looks at the cores that it may run on."""
+    cpus = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, usable_cpus(cpus, None, device_of("prefill", 0, 1)).cpus)
+        return tcp_connections(WorkerConfig())
+    finally:
+        os.sched_setaffinity(0, cpus)
 
 
 async def prompt_row(engine: str, repeats: int) -> Row:

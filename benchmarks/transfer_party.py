@@ -27,7 +27,7 @@ from raw_sockets import Sending, listen, receive
 
 from pdrt.cli.torture.engines import End, make_receiver, make_sender
 from pdrt.config import MooncakeConfig
-from pdrt.errors import PdrtError
+from pdrt.errors import EngineError, PdrtError
 from pdrt.ids import Incarnation, RoomId
 from pdrt.kv.layout import KvLayout, rank_layout, slice_plan
 from pdrt.kv.pool import KvPool
@@ -159,7 +159,7 @@ def pool_of(rank: int, ranks: int) -> KvPool:
 async def receiver() -> None:
     show = msgspec.json.decode(sys.stdin.buffer.readline(), type=Show)
     pool = pool_of(show.rank, show.ranks)
-    with as_worker("decode", pool):
+    with as_worker("decode", pool, show.rank, show.ranks):
         await _receive(show, pool)
 
 
@@ -172,6 +172,7 @@ async def _receive(show: Show, pool: KvPool) -> None:
     port = receive_raw(show.connections) if show.connections else 0
     say(Shown(segment, port))
     await asyncio.to_thread(sys.stdin.read)
+    os._exit(0)  # at once, whatever threads the engines and sockets still have
 
 
 def receive_raw(connections: int) -> int:
@@ -227,20 +228,21 @@ class Sender:
         requests = [
             WriteRequest(self._room, GENERATION, rank, tuple(ranges)) for rank, ranges in writes
         ]
-        over = asyncio.Event()
+        over = asyncio.get_running_loop().create_future()
         left = len(requests)
 
         def on_settled(outcome: WriteOutcome, detail: str) -> None:
             nonlocal left
-            assert outcome is WriteOutcome.COMPLETED, detail
             left -= 1
-            if not left:
-                over.set()
+            if outcome is not WriteOutcome.COMPLETED and not over.done():
+                over.set_exception(EngineError(f"a write ended {outcome.name}: {detail}"))
+            if not left and not over.done():
+                over.set_result(None)
 
         began = time.monotonic()
         for request in requests:
             self._engine.write(request, on_settled)
-        await over.wait()
+        await over
         return Took(began, time.monotonic())
 
     def _prompt(self) -> list[tuple[int, Sequence[ByteRange]]]:
@@ -318,7 +320,7 @@ def runs_of(job: Runs) -> list[tuple[int, Sequence[ByteRange]]]:
 async def sender() -> None:
     reach = msgspec.json.decode(sys.stdin.buffer.readline(), type=Reach)
     pool = pool_of(reach.rank, reach.ranks)
-    with as_worker("prefill", pool):
+    with as_worker("prefill", pool, reach.rank, reach.ranks):
         await _send(Sender(reach, pool))
 
 
@@ -328,17 +330,17 @@ async def _send(made: Sender) -> None:
     decoder: msgspec.json.Decoder[Job] = msgspec.json.Decoder(Job)
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
         say(await made.do(decoder.decode(line)))
+    os._exit(0)  # as the receiver
 
 
 def main() -> None:
-    """Ends at once, whatever threads the engines and sockets still have."""
+    """Ends at once also where it fails."""
     torch.set_num_threads(1)
     try:
         uvloop.run({"receiver": receiver, "sender": sender}[sys.argv[1]]())
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)
 
 
 if __name__ == "__main__":
