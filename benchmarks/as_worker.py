@@ -21,9 +21,12 @@ ROLES = ("prefill", "decode")
 
 
 def device_of(role: str, rank: int, ranks: int) -> DeviceConfig:
-    """Cores of one rank; ranks that have no core each take turns on all that there are."""
+    """Cores of one rank: its part of its worker's, or all of them where they are fewer than ranks,
+    so that a worker computes and sends on the same cores whatever its TP degree."""
     share = share_cores(allowed_cpus(), cpu_quota(), len(ROLES))[ROLES.index(role)]
-    cpus = ranges(share.cpus) if share.cpus and len(share.cpus) >= ranks else None
+    cpus = ranges(share.cpus) if share.cpus else None
+    if len(share.cpus) < ranks:
+        return DeviceConfig(cpus=cpus)
     worker = DeviceConfig(cpus=cpus, tensor_parallel_size=ranks)
     return share_device(worker, allowed_cpus(), cpu_quota())[rank]
 
