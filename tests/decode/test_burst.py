@@ -22,7 +22,7 @@ from tests.prefill.executor import StandInExecutor, output_of
 
 REQUESTS = 2000
 REQUESTS_MAX = 5 * REQUESTS
-"""Some ten times as long as a pair takes."""
+"""Several seconds of them: the second pair was made within one to three."""
 DEFAULTS = ProtocolConfig()
 PUNCTUAL = msgspec.structs.replace(
     PROTOCOL,

@@ -24,6 +24,7 @@ from pdrt.transfer.engine import ByteRange
 from pdrt.transfer.sending import cut
 
 RUN_BYTES_MAX = 2 * 1024 * 1024
+"""Over anything but TCP, where nothing has been measured."""
 TCP_RUN_BYTES_MAX = 192 * 1024
 """Over TCP a transfer costs as much as 100 KB whatever its size. Larger ones have more bytes on
 their way at a time: between processes of one host, each on cores of its own, the kernel's pages for
